@@ -13,14 +13,19 @@ from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
 from fedloom.platform.clients.training import LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
+from fedloom.platform.federation.algorithm import Method, Round, Stage
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.personal import Personal, begun
-from fedloom.platform.methods.scoring import ScoreOwn
-from fedloom.platform.methods.silo_stages import SiloTraining
-from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos, fresh_subnet, pair_outcome
-from fedloom.platform.settings import NOT_EMPTY, ZERO_OR_MORE
+from fedloom.platform.methods.silos import (
+    Personal,
+    ScoreOwn,
+    SiloTrainingConfig,
+    SubnetConfig,
+    begun,
+    pair_outcome,
+    subnet_stages,
+)
+from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Weights
 
 
@@ -32,11 +37,10 @@ class DittoTrainingConfig(SiloTrainingConfig):
 
 
 @dataclass
-class DittoConfig:
+class DittoConfig(SubnetConfig):
     """FedAvg, and a personal model per silo."""
 
     name: str = "ditto"
-    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
     train: DittoTrainingConfig = field(default_factory=DittoTrainingConfig)
 
 
@@ -64,26 +68,18 @@ class TrainDitto:
         unseen = self.scored and not self.use_validation
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
         own = own.copied()
-        kept = Personal(own.tensors, own.momentum)
-        return replace(pair_outcome(shared, own, data, self.rules.weighting, kept), measurements=scores)
+        after = Personal(own.tensors, own.momentum)
+        return replace(pair_outcome(shared, own, data, self.rules.weighting, after), measurements=scores)
 
 
 def stages(config: DittoConfig, world: World) -> list[Stage]:
     """Training of both models, then the evaluation of the personal ones."""
-    train, rules = config.train, checked_silos(world, config.train)
-    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
+    train = config.train
 
-    def client(round_: Round) -> TrainDitto:
-        return TrainDitto(subnet, round_.local, train.pull, rules, train.use_validation, round_.scored)
+    def client(subnet: Subnet, round_: Round) -> TrainDitto:
+        return TrainDitto(subnet, round_.local, train.pull, round_.rules, train.use_validation, round_.scored)
 
-    training = SiloTraining(
-        *(world, train, rules),
-        name=config.name,
-        initial=fresh_subnet(world, subnet),
-        tasks=to_all(client),
-        test=lambda _state: ScoreOwn(subnet),
-    )
-    return training.and_evaluation()
+    return subnet_stages(world, config, ScoreOwn, client)
 
 
 METHOD = Method(DittoConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))

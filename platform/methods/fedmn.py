@@ -9,22 +9,22 @@ SPIDER, App. B.1. Interpretation in fedloom:
    and the router over all silos of the round.
 3. In the end every silo uses the modules that the router chooses without noise, and adapts them to its own data.
 
-A silo sends neither its data nor the router's input computed from them, but the server learns which modules it chose.
+A module is one option of one decision of the space, on or off. A silo sends neither its data nor the router's input
+computed from them, but the server learns which modules it chose.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    Task,
-    places_of,
-)
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, places_of
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import (
     Train,
@@ -40,23 +40,27 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET, Method, Round, RunState, Stage, from_generator, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.router import (
-    PREFIX,
-    Router,
-    chosen,
-    embedding_of,
-    initial_router,
-    logistic_noise,
-    received_router,
-    straight_through,
+from fedloom.platform.methods.silos import (
+    AdaptationConfig,
+    SiloTraining,
+    SiloTrainingConfig,
+    adaptation,
+    adapted_outcome,
+    checked_silos,
 )
-from fedloom.platform.methods.scoring import adapted_outcome
-from fedloom.platform.methods.silo_stages import SiloTraining
-from fedloom.platform.methods.silos import AdaptationConfig, SiloTrainingConfig, adaptation, checked_silos
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE
-from fedloom.platform.spaces.capabilities import summing_options
-from fedloom.platform.spaces.slices import Weights
+from fedloom.platform.spaces.capabilities import SumsOptions, summing_options
+from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
+from fedloom.platform.spaces.slices import Subspace, Weights
+
+PREFIX = "router/"
+"""Prefix of the router's tensors in the tensor group that also holds the network's."""
+SIDE = 4
+"""Height and width to which images are pooled."""
+HIDDEN = 64
+FIRST_LOGIT = 1.0
+"""Every module's initial logit: it is chosen with probability .73, and always without noise."""
 
 
 @dataclass
@@ -78,6 +82,84 @@ class FedMnConfig:
     name: str = "fedmn"
     train: FedMnTrainingConfig = field(default_factory=FedMnTrainingConfig)
     adapt: AdaptationConfig = field(default_factory=lambda: AdaptationConfig(epochs=1))
+
+
+# -- the router: which modules a silo uses, from statistics of its data -----------------------------------------------
+
+
+class Router(nn.Module):
+    """Linear, ReLU, Linear: embedding (E,) -> logits (decisions, max options), -inf for options that do not exist."""
+
+    def __init__(self, embedding_size: int, options: Sequence[int]) -> None:
+        super().__init__()
+        self.options = list(options)
+        self.hidden = nn.Linear(embedding_size, HIDDEN)
+        self.out = nn.Linear(HIDDEN, sum(options))
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        """One logit per module, which is used with probability sigmoid(logit)."""
+        logits: Tensor = self.out(F.relu(self.hidden(embedding)))
+        return pad_sequence(list(torch.split(logits, self.options)), batch_first=True, padding_value=-math.inf)
+
+
+def _build(space: SumsOptions, num_classes: int) -> Router:
+    return Router(space.input_shape[0] * SIDE**2 + num_classes, space.options)
+
+
+def initial_router(space: SumsOptions, num_classes: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Initial tensors of the space's router, by their names in the shared tensor group.
+
+    The second layer's weights are zero, so that all logits are initially `FIRST_LOGIT` for any data.
+    """
+    tensors = initialise(on_meta(partial(_build, space, num_classes)), generator)
+    tensors["out.weight"].zero_()
+    tensors["out.bias"].fill_(FIRST_LOGIT)
+    return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+
+
+def received_router(space: SumsOptions, num_classes: int, weights: Weights, device: torch.device) -> Router:
+    """A new router module with the shared tensor group's values."""
+    router = blank(partial(_build, space, num_classes)).to(device)
+    assert isinstance(router, Router), "that is what was built"
+    router.load_state_dict({name: weights[f"{PREFIX}{name}"] for name in router.state_dict()})
+    return router
+
+
+def embedding_of(data: tuple[Tensor, Tensor], num_classes: int) -> Tensor:
+    """The router's input for images (n, C, H, W) with labels (n,): (16 C + classes,), float32.
+
+    It is the mean of the images, pooled to 4 x 4 per channel, followed by the labels' frequencies.
+    """
+    x, y = data
+    # Averaging and pooling commute; averaging first allocates no tensor of the data's size.
+    image = F.adaptive_avg_pool2d(x.mean(dim=0), SIDE)
+    histogram = torch.bincount(y, minlength=num_classes).to(image.dtype) / len(y)
+    return torch.cat([image.flatten(), histogram])
+
+
+def logistic_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Standard logistic noise, float32: logit + noise > 0 with probability sigmoid(logit) (Maddison et al. 2017)."""
+    # In double precision, and clamped away from 0, whose logit is infinite.
+    uniform = torch.rand(tuple(shape), generator=generator, dtype=torch.float64).clamp_(min=2.0**-53)
+    return torch.logit(uniform).float()
+
+
+def chosen(scores: Tensor) -> Subspace:
+    """The modules whose score (decisions, options) is above 0; a decision may have none."""
+    return tuple(tuple(row.nonzero().flatten().tolist()) for row in scores > 0)
+
+
+def straight_through(scores: Tensor, hard: Tensor, temperature: float) -> Tensor:
+    """Gates with the values `hard` (0 or 1) and the gradients of sigmoid(scores / temperature).
+
+    Source: Bengio et al. 2013. `scores` are logits plus noise.
+    """
+    soft = torch.sigmoid(scores / temperature)
+    # The parentheses make the gate exactly 0 or 1.
+    return hard + (soft - soft.detach())
+
+
+# -- what a silo does -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -104,57 +186,41 @@ class TrainModular:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds the chosen modules, the fixed part and the router; the silo keeps no state."""
         data = client_samples(worker, assignment, use_validation=self.use_validation)
-        gates = Gates.drawn(worker, assignment, weights, data, self.temperature)
-        network = MixedNetwork(chosen(gates.hard), gates).on(worker)
+        router, embedding = routed(worker, weights, data)
+        generator = torch_stream(worker.spec.training_seed, "modules", *places_of(assignment))
+        noise = logistic_noise((len(router.options), max(router.options)), generator).to(worker.device)
+        with torch.no_grad():
+            hard = (router(embedding) + noise > 0).to(noise.dtype)
+
+        def gates() -> Tensor:
+            """The drawn values (decisions, options), with gradients that flow to the current router."""
+            return straight_through(router(embedding) + noise, hard, self.temperature)
 
         def both(sgd: SGD) -> Step:
             router_local = replace(self.local, lr=self.router_lr, weight_decay=0.0)
-            return Steps([sgd, SGD(router_local, dict(gates.router.named_parameters()))])
+            return TwoSteps(sgd, SGD(router_local, dict(router.named_parameters())))
+
+        network = MixedNetwork(chosen(hard), gates).on(worker)
 
         shared = train_network(worker, assignment, network, weights, data, self.local, both)
         unseen = self.scored and not self.use_validation
         scores = validation_scores(worker, assignment, network) if unseen else ()
-        router = {f"{PREFIX}{name}": tensor.detach() for name, tensor in gates.router.state_dict().items()}
-        update = with_more(update_of(shared, len(data[1]), self.rules.weighting), router)
+        trained = {f"{PREFIX}{name}": tensor.detach() for name, tensor in router.state_dict().items()}
+        update = with_more(update_of(shared, len(data[1]), self.rules.weighting), trained)
         return replace(trained_outcome(shared, len(data[1]), update), measurements=scores)
 
 
-class Gates:
-    """A round's gates (decisions, options): `hard` holds the drawn values, gradients flow to the current router."""
+@dataclass
+class TwoSteps:
+    """The training steps of the modules and of the router."""
 
-    def __init__(self, router: Router, embedding: Tensor, noise: Tensor, temperature: float) -> None:
-        self.router, self.embedding, self.noise, self.temperature = router, embedding, noise, temperature
-        with torch.no_grad():
-            self.hard = (router(embedding) + noise > 0).to(noise.dtype)
-
-    @classmethod
-    def drawn(
-        cls,
-        worker: Worker,
-        assignment: Assignment,
-        weights: Weights,
-        data: Samples,
-        temperature: float,
-    ) -> "Gates":
-        """Draws every module once, from the silo's random stream."""
-        router, embedding = routed(worker, weights, data)
-        generator = torch_stream(worker.spec.training_seed, "modules", *places_of(assignment))
-        noise = logistic_noise((len(router.options), max(router.options)), generator)
-        return cls(router, embedding, noise.to(worker.device), temperature)
-
-    def __call__(self) -> Tensor:
-        return straight_through(self.router(self.embedding) + self.noise, self.hard, self.temperature)
-
-
-class Steps:
-    """Several training steps in sequence, each over its own parameters."""
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps = steps
+    modules: Step
+    router: Step
 
     def step(self) -> None:
-        for each in self.steps:
-            each.step()
+        """One step of each."""
+        self.modules.step()
+        self.router.step()
 
 
 def routed(worker: Worker, weights: Weights, data: Samples) -> tuple[Router, Tensor]:

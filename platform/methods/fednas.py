@@ -33,14 +33,27 @@ from fedloom.platform.federation.algorithm import (
 )
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.personal import ALPHAS, Personal
-from fedloom.platform.methods.perturbation import is_settled
-from fedloom.platform.methods.scoring import ScoreShared
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
-from fedloom.platform.methods.searchers import Milenas, chosen, first_alphas, own_network
-from fedloom.platform.methods.silo_stages import SiloTraining
-from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos
-from fedloom.platform.methods.whole_federation import KEPT, kept_of, restricted_group, train_kept
+from fedloom.platform.methods.silo_search import (
+    ArchitectureSearchConfig,
+    Milenas,
+    chosen,
+    first_alphas,
+    is_settled,
+    kept_of,
+    restricted_to_kept,
+    searched_space,
+    train_kept,
+)
+from fedloom.platform.methods.silos import (
+    ALPHAS,
+    KEPT,
+    Personal,
+    ScoreShared,
+    SiloTraining,
+    SiloTrainingConfig,
+    checked_silos,
+    own_network,
+)
 from fedloom.platform.spaces.capabilities import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 
@@ -81,9 +94,7 @@ class TrainMixed:
 def stages(config: FedNasConfig, world: World) -> list[Stage]:
     """Search and FedAvg, then the evaluation of the shared model on every silo's test data."""
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
-    only_by("milenas", search, config.name)
-    space = searched_space(world, search, train.rounds, config.name)
-    check_target(space, search)
+    space = searched_space(world, search, train.rounds, config.name, kind="milenas")
     milenas = Milenas(False, search.lr, search.validation_weight)
     fedavg = train_kept(train, rules, lambda kept: is_settled(space, kept, prune_edges=search.prune_edges))
     fresh = fresh_supernet(world)
@@ -102,15 +113,8 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         alphas = state.weights(SUPERNET).get(ALPHAS)
         if alphas is None or state.round + 1 < min(search.rounds, train.rounds):
             return state
-        return restricted_group(
-            state.with_data(KEPT, subspace_id(chosen(space, alphas, kept_of(state), search.max_macs))), space
-        )
-
-    def score(state: RunState) -> Task:
-        return ScoreShared(MixedNetwork(kept_of(state)))
-
-    def has_chosen(state: RunState) -> bool:
-        return ALPHAS not in state.weights(SUPERNET)
+        architecture = chosen(space, alphas, kept_of(state), search.max_macs)
+        return restricted_to_kept(state.with_data(KEPT, subspace_id(architecture)), space)
 
     training = SiloTraining(
         *(world, train, rules),
@@ -120,8 +124,8 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         after=choose,
         parameters=world.space.parameter_names | {ALPHAS},
         data={KEPT: subspace_id(space.largest_subspace)},
-        test=score,
-        ready=has_chosen,
+        test=lambda state: ScoreShared(MixedNetwork(kept_of(state))),
+        ready=lambda state: ALPHAS not in state.weights(SUPERNET),
     )
     return training.and_evaluation()
 

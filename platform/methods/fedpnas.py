@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.networks import Network
-from fedloom.platform.clients.scoring import PERSONAL, own_test_data, score_network
+from fedloom.platform.clients.scoring import PERSONAL
 from fedloom.platform.clients.trainer import (
     client_samples,
     train_network,
@@ -28,13 +28,22 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Method, Round, Stage, fresh_supernet, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.masking import Perturbation
-from fedloom.platform.methods.personal import Personal, Searched, begun, restricted
-from fedloom.platform.methods.scoring import final_measurements, scored_outcome
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
-from fedloom.platform.methods.searchers import searcher_of
-from fedloom.platform.methods.silo_stages import SiloTraining
-from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos, only, participation
+from fedloom.platform.methods.silo_search import (
+    ArchitectureSearchConfig,
+    Perturbation,
+    participation,
+    perturbation_of,
+    searched_space,
+)
+from fedloom.platform.methods.silos import (
+    Personal,
+    SiloTraining,
+    SiloTrainingConfig,
+    begun,
+    checked_silos,
+    only,
+    tested_outcome,
+)
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.capabilities import HasCells, HasSubspaces, with_cells
 from fedloom.platform.spaces.darts import CELL_TYPES
@@ -83,41 +92,31 @@ class TrainSplit:
         """The update holds only the base; the personal part and the architecture stay in the silo's state."""
         space = with_cells(worker.space, "fedpnas")
         base = frozenset(space.base_tensors(self.base_cells))
-        begun_with = own_part(space, assignment, weights, base)
-        before = self._before(worker, assignment, begun_with, _joined(weights, begun_with, base))
-        silo = before.silo
+        silo, searching_macs = own_part(space, assignment, weights, base), 0.0
+        if self.search.is_due(space, silo.kept):
+            network = split_network(worker, silo.kept, self.base_cells)
+            validation = worker.client_data(client_of(assignment), "validation")
+            kept, searching_macs = self.search.decided(
+                worker, assignment, network, joined(weights, silo, base), validation, self.base_cells
+            )
+            silo = silo.restricted(space, kept)
         use_validation = self.use_validation and self.search.is_over(space, silo.kept)
         data = client_samples(worker, assignment, use_validation=use_validation)
 
-        network, received = split_network(worker, silo.kept, self.base_cells), _joined(weights, silo, base)
+        network, received = split_network(worker, silo.kept, self.base_cells), joined(weights, silo, base)
         trained = train_network(worker, assignment, network, received, data, self.local.plain, resumed(silo.momentum))
         unseen = self.scored and not use_validation
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
         trained = trained.copied()
-        kept = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.kept)
+        after = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.kept)
         update = only(update_of(trained, len(data[1]), self.rules.weighting), base)
         return replace(
             trained_outcome(trained, len(data[1]), update),
-            macs=trained.macs + before.macs,
-            forward_macs=before.macs,
+            macs=trained.macs + searching_macs,
+            forward_macs=searching_macs,
             measurements=scores,
-            state=kept.packed(),
+            state=after.packed(),
         )
-
-    def _before(self, worker: Worker, assignment: Assignment, silo: Personal, weights: Weights) -> Searched:
-        """Makes one search step with `weights`, those of base and personal part together."""
-        space = with_cells(worker.space, "fedpnas")
-        if not self.search.is_due(space, silo.kept):
-            return Searched(silo)
-        kept, macs = self.search.decided(
-            worker,
-            assignment,
-            split_network(worker, silo.kept, self.base_cells),
-            weights,
-            worker.client_data(client_of(assignment), "validation"),
-            self.base_cells,
-        )
-        return Searched(restricted(space, silo, kept), macs)
 
 
 def own_part(space: HasSubspaces, assignment: Assignment, weights: Weights, base: frozenset[str]) -> Personal:
@@ -130,7 +129,8 @@ def without(tensors: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, T
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def _joined(weights: Weights, silo: Personal, base: frozenset[str]) -> Weights:
+def joined(weights: Weights, silo: Personal, base: frozenset[str]) -> Weights:
+    """The tensors of the received base and of the silo's personal part."""
     return {**silo.weights, **{name: weights[name] for name in base}}
 
 
@@ -146,48 +146,39 @@ class ScoreSplit:
         base = frozenset(space.base_tensors(self.base_cells))
         silo = own_part(space, assignment, weights, base)
         network = split_network(worker, silo.kept, self.base_cells)
-        data = own_test_data(worker, assignment)
-        score = score_network(worker, assignment, network, _joined(weights, silo, base), data)
-        return scored_outcome(worker, network, score, final_measurements(worker, PERSONAL, network, score))
+        return tested_outcome(worker, assignment, PERSONAL, network, joined(weights, silo, base))
 
 
-def _warn_of_idle_cells(space: HasCells, base_cells: int) -> None:
-    own = {space.cell_type(cell) for cell in range(base_cells, space.num_cells)}
-    for cell_type in set(CELL_TYPES) - own:
-        logger.warning(
-            "the silos' own part has no %s cell: what is searched of its edges means nothing; choose a smaller "
-            "method.base_cells or more space.cells",
-            cell_type,
-        )
-
-
-def _base_cells(config: FedPnasConfig, space: HasCells) -> int:
+def checked_base(config: FedPnasConfig, space: HasCells) -> int:
+    """The number of cells of the base; ValueError if it leaves silos nothing, a warning if not all types of cells."""
     cells = space.num_cells
     base_cells = cells // 3 if config.base_cells is None else config.base_cells
     if not 1 <= base_cells < cells:
         raise ValueError(
             f"method.base_cells={base_cells}: must leave a base and an own part of the {cells} cells, 1 to {cells - 1}"
         )
-    _warn_of_idle_cells(space, base_cells)
+    for cell_type in set(CELL_TYPES) - {space.cell_type(cell) for cell in range(base_cells, cells)}:
+        logger.warning(
+            "the silos' own part has no %s cell: what is searched of its edges means nothing; choose a smaller "
+            "method.base_cells or more space.cells",
+            cell_type,
+        )
     return base_cells
 
 
 def stages(config: FedPnasConfig, world: World) -> list[Stage]:
     """Training with the search, then the evaluation of base and personal part on every silo's test data."""
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
-    only_by("perturbation", search, config.name)
     if train.local_rule != "sgd":
         raise ValueError(
             f"method.train.local_rule={train.local_rule}: base and own part are trained as one network, by sgd alone"
         )
-    space = searched_space(world, search, train.rounds, config.name, share=participation(world, train))
-    base_cells = _base_cells(config, space)
-    check_target(space, search, base_cells)
+    base_cells, share = checked_base(config, with_cells(world.space, config.name)), participation(world, train)
+    searched_space(world, search, train.rounds, config.name, share=share, kind="perturbation", base_cells=base_cells)
 
     def client(round_: Round) -> TrainSplit:
-        searcher = searcher_of(search, round_.index, train.batch_size)
-        assert isinstance(searcher, Perturbation), "checked before"
-        return TrainSplit(round_.local, searcher, base_cells, rules, round_.scored, train.use_validation)
+        step = perturbation_of(search, round_.index, train.batch_size)
+        return TrainSplit(round_.local, step, base_cells, rules, round_.scored, train.use_validation)
 
     training = SiloTraining(
         *(world, train, rules),

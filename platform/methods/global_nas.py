@@ -12,14 +12,17 @@ from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Method, Plan, RoundResult, RunState, Stage, fresh_supernet
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.masking import Perturbation
-from fedloom.platform.methods.perturbation import is_settled
-from fedloom.platform.methods.scoring import ScoreShared
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig, check_target, only_by, searched_space
-from fedloom.platform.methods.searchers import searcher_of
-from fedloom.platform.methods.silo_stages import SiloTraining
-from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos
-from fedloom.platform.methods.whole_federation import KEPT, kept_of, restricted_group, train_kept
+from fedloom.platform.methods.silo_search import (
+    ArchitectureSearchConfig,
+    Perturbation,
+    is_settled,
+    kept_of,
+    perturbation_of,
+    restricted_to_kept,
+    searched_space,
+    train_kept,
+)
+from fedloom.platform.methods.silos import KEPT, ScoreShared, SiloTraining, SiloTrainingConfig, checked_silos
 from fedloom.platform.spaces.capabilities import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
 from fedloom.tiers.devices import EVALUATION_FACTOR
@@ -52,24 +55,20 @@ class DecideCentrally:
 def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
     """Search and FedAvg, then the evaluation of the shared model on every silo's test data."""
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
-    only_by("perturbation", search, config.name)
     # A decision takes effect in the next round.
-    space = searched_space(world, search, train.rounds - 1, config.name)
-    check_target(space, search)
+    space = searched_space(world, search, train.rounds - 1, config.name, kind="perturbation")
 
     def settled(kept: Subspace) -> bool:
         return is_settled(space, kept, prune_edges=search.prune_edges)
 
     def decide(state: RunState) -> list[Task]:
-        kept, searcher = kept_of(state), searcher_of(search, state.round, train.batch_size)
+        kept, step = kept_of(state), perturbation_of(search, state.round, train.batch_size)
         last = state.round == train.rounds - 1  # a decision in the last round would never be trained
-        if last or not isinstance(searcher, Perturbation) or not searcher.is_due(space, kept):
-            return []
-        return [DecideCentrally(kept, searcher)]
+        return [] if last or not step.is_due(space, kept) else [DecideCentrally(kept, step)]
 
     def take_over(state: RunState, _plan: Plan, result: RoundResult) -> RunState:
         decided = [r.subspace for r in result.client_results if r.client_id is None and r.subspace is not None]
-        return restricted_group(state.with_data(KEPT, decided[0]), space) if decided else state
+        return restricted_to_kept(state.with_data(KEPT, decided[0]), space) if decided else state
 
     training = SiloTraining(
         *(world, train, rules),

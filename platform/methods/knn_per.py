@@ -3,9 +3,7 @@
 Settings of SPIDER, App. B.1.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -26,22 +24,34 @@ from fedloom.platform.clients.training import Samples, Score
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Method, Stage
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.scoring import final_measurements, scored_outcome
-from fedloom.platform.methods.silo_stages import SiloTraining
 from fedloom.platform.methods.silos import (
-    SiloTrainingConfig,
+    SubnetConfig,
     check_validation,
-    checked_silos,
-    fedavg_of,
-    fresh_subnet,
+    final_measurements,
+    scored_outcome,
+    subnet_stages,
 )
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.settings import NOT_EMPTY, POSITIVE, UP_TO_A_MILLION
+from fedloom.platform.settings import POSITIVE, UP_TO_A_MILLION
 from fedloom.platform.spaces.slices import Weights
 
 SHARES = tuple(i / 10 for i in range(11))
 """The candidate mixing weights of the neighbours' prediction (SPIDER, App. B.1)."""
 BATCH = 256
+
+
+@dataclass
+class KnnPerConfig(SubnetConfig):
+    """FedAvg, then every silo mixes in the prediction of its nearest samples.
+
+    With `train.use_validation`, as in the paper, FedAvg trains on validation data, too, it joins the silos' stores, and
+    the mixing weight is chosen by cross-validation on the store; otherwise it is chosen on validation data, which is
+    then neither trained on nor stored.
+    """
+
+    name: str = "knn_per"
+    neighbours: Annotated[int, UP_TO_A_MILLION, "number of nearest samples"] = 10
+    scale: Annotated[float, POSITIVE, "sigma, in units of the mean distance to the neighbours"] = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,10 +78,9 @@ class ScoreNearest:
         worker.load(network.module, weights, network.slices)
         worker.set_mode(network.module, training=False)
         generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
+        store = client_samples(worker, assignment, use_validation=self.use_validation)
         with worker.randomness(network.module, generator):
-            return self._scored(
-                worker, network, client_samples(worker, assignment, use_validation=self.use_validation), client_id
-            )
+            return self._scored(worker, network, store, client_id)
 
     def _scored(self, worker: Worker, network: Network, store: Samples, client_id: int) -> ClientResult:
         features, store_logits = features_and_logits(network, store[0])
@@ -88,38 +97,28 @@ class ScoreNearest:
             share = best_share(*mixture(*features_and_logits(network, x)), y)
         x, y = worker.client_data(client_id, "test")
         near, predicted = mixture(*features_and_logits(network, x))
-        own = score_of(share * near + (1 - share) * predicted, y)
+        mixed = score_of(share * near + (1 - share) * predicted, y)
         rows = (
             *final_measurements(worker, GLOBAL, network, score_of(predicted, y)),
-            *final_measurements(worker, PERSONAL, network, own),
+            *final_measurements(worker, PERSONAL, network, mixed),
             Measurement(PERSONAL, network.name, None, "neighbour_share", share, 0),
         )
-        return scored_outcome(worker, network, own, rows)
+        return scored_outcome(worker, network, mixed, rows)
 
 
 @torch.no_grad()
 def features_and_logits(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
     """The inputs of the last linear layer (n, d), and the logits (n, classes)."""
-    kept: list[Tensor] = []
-    with _inputs_of(_last_linear(network.module), kept):
-        logits = [network.forward(x_B) for x_B in torch.split(x, BATCH)]
-    return torch.cat(kept), torch.cat(logits)
-
-
-def _last_linear(module: nn.Module) -> nn.Linear:
-    found = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    if not found:
+    layers = [part for part in network.module.modules() if isinstance(part, nn.Linear)]
+    if not layers:
         raise ValueError("kNN-Per reads the features before a linear classifier, and this network has none")
-    return found[-1]
-
-
-@contextmanager
-def _inputs_of(layer: nn.Linear, kept: list[Tensor]) -> Iterator[None]:
-    handle = layer.register_forward_pre_hook(lambda _layer, args: kept.append(args[0]))
+    features: list[Tensor] = []
+    hook = layers[-1].register_forward_pre_hook(lambda _layer, inputs: features.append(inputs[0]))
     try:
-        yield
+        logits = [network.forward(x_B) for x_B in torch.split(x, BATCH)]
     finally:
-        handle.remove()
+        hook.remove()
+    return torch.cat(features), torch.cat(logits)
 
 
 def nearest_labels(
@@ -139,19 +138,19 @@ def nearest_labels(
     neighbours, so that `scale` is comparable between networks.
     """
     k = min(neighbours, len(features) - leave_one_out)
-    found = torch.zeros((len(queries), num_classes), dtype=torch.float64, device=queries.device)
+    probabilities = torch.zeros((len(queries), num_classes), dtype=torch.float64, device=queries.device)
     if k == 0:
-        return found
+        return probabilities
     # All distances at once would take gigabytes for a silo with thousands of samples.
     for first in range(0, len(queries), BATCH):
         rows = slice(first, first + BATCH)
         every = torch.cdist(queries[rows].double(), features.double())
         if leave_one_out:
             every.diagonal(first).fill_(torch.inf)
-        distances, places = every.topk(k, largest=False)
+        distances, nearest = every.topk(k, largest=False)
         sigma = scale * distances.mean(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        found[rows].scatter_add_(1, labels[places], (-distances / sigma).softmax(dim=1))
-    return found
+        probabilities[rows].scatter_add_(1, labels[nearest], (-distances / sigma).softmax(dim=1))
+    return probabilities
 
 
 def best_share(near: Tensor, predicted: Tensor, y: Tensor) -> float:
@@ -170,39 +169,16 @@ def score_of(probabilities: Tensor, y: Tensor) -> Score:
     return Score(loss, (probabilities.argmax(dim=1) == y).double().mean().item(), len(y))
 
 
-@dataclass
-class KnnPerConfig:
-    """FedAvg, then every silo mixes in the prediction of its nearest samples.
-
-    With `train.use_validation`, as in the paper, FedAvg trains on validation data, too, it joins the silos' stores, and
-    the mixing weight is chosen by cross-validation on the store; otherwise it is chosen on validation data, which is
-    then neither trained on nor stored.
-    """
-
-    name: str = "knn_per"
-    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
-    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
-    neighbours: Annotated[int, UP_TO_A_MILLION, "number of nearest samples"] = 10
-    scale: Annotated[float, POSITIVE, "sigma, in units of the mean distance to the neighbours"] = 1.0
-
-
 def stages(config: KnnPerConfig, world: World) -> list[Stage]:
     """FedAvg, then the evaluation with nearest neighbours."""
     if len(world.space.input_shape) != 3:
         raise ValueError(f"method=knn_per classifies images, and {world.config.data.dataset} is text")
-    train, rules = config.train, checked_silos(world, config.train)
-    if not train.use_validation:
+    use_validation = config.train.use_validation
+    if not use_validation:
         check_validation(world, "choose the mixing weight")
-    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
-    task = ScoreNearest(subnet, config.neighbours, config.scale, train.use_validation)
-    training = SiloTraining(
-        *(world, train, rules),
-        name=config.name,
-        initial=fresh_subnet(world, subnet),
-        tasks=fedavg_of(subnet, train),
-        test=lambda _state: task,
+    return subnet_stages(
+        world, config, lambda subnet: ScoreNearest(subnet, config.neighbours, config.scale, use_validation)
     )
-    return training.and_evaluation()
 
 
 METHOD = Method(KnnPerConfig, stages, kind="silos", lacks=("candidates", "models"))

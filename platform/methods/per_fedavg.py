@@ -22,14 +22,18 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Method, Round, Stage, to_all
-from fedloom.platform.federation.training_config import EPOCHS, Rules, augmentation_of, local_sgd
+from fedloom.platform.federation.algorithm import Method, Round, Stage
+from fedloom.platform.federation.training_config import EPOCHS, Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.scoring import AdaptAndScore
-from fedloom.platform.methods.silo_stages import SiloTraining
-from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos, fresh_subnet
+from fedloom.platform.methods.silos import (
+    AdaptAndScore,
+    SiloTrainingConfig,
+    SubnetConfig,
+    subnet_stages,
+    without_schedule,
+)
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.settings import NOT_EMPTY, POSITIVE
+from fedloom.platform.settings import POSITIVE
 from fedloom.platform.spaces.slices import Weights
 
 BATCHES_PER_STEP = 2
@@ -51,11 +55,10 @@ class InnerStepsConfig:
 
 
 @dataclass
-class PerFedAvgConfig:
+class PerFedAvgConfig(SubnetConfig):
     """First-order MAML over the silos, then every silo adapts the shared model."""
 
     name: str = "per_fedavg"
-    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
     train: PerFedAvgTrainingConfig = field(default_factory=PerFedAvgTrainingConfig)
     adapt: InnerStepsConfig = field(default_factory=InnerStepsConfig)
 
@@ -88,19 +91,15 @@ class TrainMeta:
         return replace(outcome, macs=BATCHES_PER_STEP * outcome.macs, measurements=scores)
 
 
+@dataclass
 class MetaStep:
     """w' = w - alpha * grad(w; one batch), then w <- w - beta * grad(w'; another batch), beta being SGD's rate."""
 
-    def __init__(
-        self,
-        sgd: SGD,
-        forward: Callable[[Tensor], Tensor],
-        batches: Iterator[Samples],
-        inner_lr: float,
-        objective: Objective,
-    ) -> None:
-        self.sgd, self.forward, self.batches = sgd, forward, batches
-        self.inner_lr, self.objective = inner_lr, objective
+    sgd: SGD
+    forward: Callable[[Tensor], Tensor]
+    batches: Iterator[Samples]
+    inner_lr: float
+    objective: Objective
 
     def step(self) -> None:
         """Applies the gradients of the first batch as the inner step, and draws the second batch."""
@@ -118,32 +117,20 @@ class MetaStep:
         self.sgd.step()
 
 
-def inner_steps(world: World, config: InnerStepsConfig, train: SiloTrainingConfig, inner_lr: float) -> LocalSGD:
-    """Hyper-parameters of the adaptation; a silo with fewer batches than steps passes over them again."""
-    lr = inner_lr if config.lr is None else config.lr
-    local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
-    steps = config.steps
-    return replace(local, epochs=steps, steps=steps, lr=lr, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
-
-
 def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
     """First-order MAML, then the evaluation of the shared and the adapted model."""
-    train, rules = config.train, checked_silos(world, config.train)
-    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
+    train, steps = config.train, config.adapt.steps
     inner_lr = train.local_factor * train.lr
-
-    def client(round_: Round) -> TrainMeta:
-        return TrainMeta(subnet, round_.local, inner_lr, rules, train.use_validation, round_.scored)
-
-    task = AdaptAndScore(subnet, inner_steps(world, config.adapt, train, inner_lr), train.use_validation)
-    training = SiloTraining(
-        *(world, train, rules),
-        name=config.name,
-        initial=fresh_subnet(world, subnet),
-        tasks=to_all(client),
-        test=lambda _state: task,
+    lr = inner_lr if config.adapt.lr is None else config.adapt.lr
+    # A silo with fewer batches than steps passes over them again.
+    adapt = without_schedule(
+        *(world, train), epochs=steps, steps=steps, lr=lr, momentum=0.0, weight_decay=0.0, clip_norm=0.0
     )
-    return training.and_evaluation()
+
+    def client(subnet: Subnet, round_: Round) -> TrainMeta:
+        return TrainMeta(subnet, round_.local, inner_lr, round_.rules, train.use_validation, round_.scored)
+
+    return subnet_stages(world, config, lambda subnet: AdaptAndScore(subnet, adapt, train.use_validation), client)
 
 
 METHOD = Method(PerFedAvgConfig, stages, kind="silos", lacks=("candidates", "models"))

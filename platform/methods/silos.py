@@ -1,20 +1,57 @@
-"""Common parts of cross-silo methods: the training configuration of silos, its checks, and adaptation.
+"""What cross-silo methods share: their configuration, a silo's personal model, the final scores, and their stages.
 
 A silo is a client of a cross-silo method, which may keep state between rounds. By default every silo takes part in
 every round.
 """
 
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Annotated
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import ClientResult
-from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.trainer import Train, TrainedNetwork, trained_outcome, update_of
-from fedloom.platform.clients.training import LocalSGD, Samples
-from fedloom.platform.federation.algorithm import SUPERNET, Initial, Round, TasksOfRound, from_generator, to_all
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, Task
+from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import Described, Network, Subnet
+from fedloom.platform.clients.scoring import (
+    GLOBAL,
+    PERSONAL,
+    measurements_of,
+    own_test_data,
+    score_loaded,
+    score_network,
+)
+from fedloom.platform.clients.trainer import (
+    Train,
+    TrainedNetwork,
+    client_samples,
+    train_network,
+    trained_outcome,
+    update_of,
+)
+from fedloom.platform.clients.training import LocalSGD, Samples, Score
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.on_device import upload
+from fedloom.platform.federation.algorithm import (
+    SUPERNET,
+    Initial,
+    Plan,
+    PostRoundEvaluation,
+    Round,
+    RoundResult,
+    RoundUpdate,
+    Row,
+    RunState,
+    Stage,
+    TrainingStage,
+    evaluation_rows,
+    from_generator,
+    to_all,
+)
 from fedloom.platform.federation.training_config import (
     EPOCHS,
     Rules,
@@ -22,16 +59,28 @@ from fedloom.platform.federation.training_config import (
     TrainingConfig,
     augmentation_of,
     check_training,
-    cohort_size,
     local_sgd,
     rules_of,
 )
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.personal import Personal
+from fedloom.platform.methods.evaluation import ClientEvaluation, as_measured
 from fedloom.platform.plugins import ComponentSpec
-from fedloom.platform.settings import BELOW_ONE, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE
+from fedloom.platform.settings import BELOW_ONE, NOT_EMPTY, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE
+from fedloom.platform.spaces.capabilities import HasSubspaces, summing_options
+from fedloom.platform.spaces.slices import Subspace, Weights
+from fedloom.tiers.devices import EVALUATION_FACTOR, TRAINING_FACTOR
 
 logger = logging.getLogger(__name__)
+
+WATCHED = "accuracy_while_training"
+"""The metric of silos' test accuracies during training; a name of its own keeps them apart from final results."""
+KEPT = "kept"
+"""The remaining operators, in a silo's state, or in the run's where all silos share them."""
+ALPHAS = "alphas"
+WEIGHTS = "weights/"
+MOMENTUM = "momentum/"
+
+# -- configuration ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -55,6 +104,34 @@ class SiloTrainingConfig(TrainingConfig):
     ] = 0
 
 
+@dataclass
+class SubnetConfig:
+    """A method that trains one architecture, without a search."""
+
+    name: str = ""
+    architecture: Annotated[str | None, NOT_EMPTY, "options such as 0-0-3; null: the space's first"] = None
+    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+
+
+@dataclass
+class AdaptationConfig:
+    """A silo's adaptation of the shared model: SGD over its own data."""
+
+    epochs: Annotated[int, EPOCHS, "passes over the silo's data"] = 5
+    lr: Annotated[float | None, POSITIVE, "learning rate; null: the initial rate of training"] = 0.01
+
+
+def without_schedule(world: World, train: SiloTrainingConfig, **changes: Any) -> LocalSGD:
+    """The silos' SGD of the first round with some hyper-parameters changed, for training beside the rounds."""
+    local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
+    return replace(local, **changes)
+
+
+def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig) -> LocalSGD:
+    """Hyper-parameters of the adaptation."""
+    return without_schedule(world, train, epochs=config.epochs, lr=train.lr if config.lr is None else config.lr)
+
+
 def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
     """The stage's rules; ValueError for invalid settings, and a warning if there are tiers, which are not used."""
     if len(world.tiers) > 1:
@@ -70,11 +147,6 @@ def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
     return rules_of(train, "method.train")
 
 
-def participation(world: World, train: SiloTrainingConfig) -> float:
-    """The share of the rounds that a silo takes part in, on average."""
-    return cohort_size(train, world.num_clients) / world.num_clients
-
-
 def check_validation(world: World, why: str) -> None:
     """Raises ValueError if a silo has no validation samples; `why` is the purpose shown in the message."""
     if not world.data.sizes("validation").all():
@@ -84,24 +156,84 @@ def check_validation(world: World, why: str) -> None:
         )
 
 
-def fresh_subnet(world: World, subnet: Subnet) -> Initial:
-    """Initial weights of one architecture, shared by all silos."""
-    return from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), SUPERNET)
+# -- a silo's personal model ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class AdaptationConfig:
-    """A silo's adaptation of the shared model: SGD over its own data."""
+@dataclass(frozen=True)
+class Personal:
+    """A silo's personal model, which is never sent.
 
-    epochs: Annotated[int, EPOCHS, "passes over the silo's data"] = 5
-    lr: Annotated[float | None, POSITIVE, "learning rate; null: the initial rate of training"] = 0.01
+    Attributes:
+        weights: its tensors by their names in the shared model.
+        momentum: SGD's momentum buffers by parameter, where there is one.
+        kept: the remaining operators of every edge (one each after a search); empty for a fixed architecture.
+        alphas: the architecture parameters (decisions, options) during a search by gradients.
+    """
+
+    weights: Mapping[str, Tensor]
+    momentum: Mapping[str, Tensor]
+    kept: Subspace = ()
+    alphas: Tensor | None = None
+
+    def packed(self) -> dict[str, Tensor]:
+        """The state as named tensors."""
+        width = max((max(row, default=-1) for row in self.kept), default=-1) + 1
+        mask = torch.zeros((len(self.kept), width), dtype=torch.bool)
+        for decision, row in enumerate(self.kept):
+            mask[decision, list(row)] = True
+        weights = {f"{WEIGHTS}{name}": tensor for name, tensor in self.weights.items()}
+        momentum = {f"{MOMENTUM}{name}": tensor for name, tensor in self.momentum.items()}
+        return {KEPT: mask, **weights, **momentum, **({} if self.alphas is None else {ALPHAS: self.alphas})}
+
+    def restricted(self, space: HasSubspaces, kept: Subspace) -> "Personal":
+        """The model without the tensors of removed operators, and without architecture parameters."""
+        names = space.subspace_slices(kept).keys()
+        weights, momentum = (
+            {name: tensor for name, tensor in tensors.items() if name in names}
+            for tensors in (self.weights, self.momentum)
+        )
+        return Personal(weights, momentum, kept)
 
 
-def adaptation(world: World, config: AdaptationConfig, train: SiloTrainingConfig) -> LocalSGD:
-    """Hyper-parameters of the adaptation."""
-    lr = train.lr if config.lr is None else config.lr
-    local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
-    return replace(local, epochs=config.epochs, lr=lr)
+def unpacked(state: Weights) -> Personal:
+    """The inverse of `Personal.packed`."""
+    kept = tuple(tuple(row.nonzero().flatten().tolist()) for row in state[KEPT])
+    return Personal(under(state, WEIGHTS), under(state, MOMENTUM), kept, state.get(ALPHAS))
+
+
+def begun(state: Weights | None, weights: Weights, kept: Subspace = ()) -> Personal:
+    """A silo's state; before its first round it has the shared weights and the operators `kept`."""
+    return Personal(dict(weights), {}, kept) if state is None else unpacked(state)
+
+
+def under(state: Weights, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def own_network(worker: Worker, silo: Personal) -> Network:
+    """A silo's network of its remaining operators, weighted by its architecture parameters if it has any."""
+    kept, alphas = silo.kept, silo.alphas
+    if alphas is None:
+        return MixedNetwork(kept).on(worker)
+    absent = absent_of(alphas, kept)
+    return MixedNetwork(kept, lambda: softmax(alphas, absent)).on(worker)
+
+
+def absent_of(alphas: Tensor, kept: Subspace) -> Tensor:
+    """Which operators (decisions, options) do not remain."""
+    absent = torch.ones(alphas.shape, dtype=torch.bool)
+    for decision, row in enumerate(kept):
+        absent[decision, list(row)] = False
+    return upload(absent, alphas.device)
+
+
+def softmax(alphas: Tensor, absent: Tensor) -> Tensor:
+    """The softmax weights (decisions, options) of the remaining operators; 0 for all others."""
+    return alphas.masked_fill(absent, -torch.inf).softmax(dim=1)
+
+
+# -- what a silo sends ------------------------------------------------------------------------------------------------
 
 
 def pair_outcome(
@@ -134,11 +266,173 @@ def only(update: Update, names: Collection[str]) -> Update:
     )
 
 
-def fedavg_of(subnet: Subnet, train: SiloTrainingConfig) -> TasksOfRound:
-    """FedAvg of one architecture over the silos, with no personal part."""
+# -- the final scores -------------------------------------------------------------------------------------------------
 
-    def client(round_: Round) -> Train:
+
+def final_measurements(worker: Worker, model: str, network: Network, score: Score) -> tuple[Measurement, ...]:
+    """The measurements of a final evaluation: the score on test data, and the network's MACs and parameters."""
+    costs = {"macs": network.macs, "parameters": network.parameters(worker)}
+    of_costs = (Measurement(model, network.name, None, name, value, 0) for name, value in costs.items())
+    return (*measurements_of(model, network.name, "test", score), *of_costs)
+
+
+def scored_outcome(
+    worker: Worker, network: Network, score: Score, measurements: tuple[Measurement, ...]
+) -> ClientResult:
+    """The outcome of scoring a network."""
+    return ClientResult(
+        samples=score.samples,
+        macs=network.macs * score.samples,
+        parameters=network.parameters(worker),
+        measurements=measurements,
+        clock_factor=EVALUATION_FACTOR,
+        architecture=network.architecture,
+        subspace=network.subspace,
+    )
+
+
+def tested_outcome(
+    worker: Worker, assignment: Assignment, model: str, network: Network, weights: Weights
+) -> ClientResult:
+    """The outcome of scoring a network with these weights on the silo's test data, as `model`."""
+    score = score_network(worker, assignment, network, weights, own_test_data(worker, assignment))
+    return scored_outcome(worker, network, score, final_measurements(worker, model, network, score))
+
+
+def trained_and_scored(
+    worker: Worker, trained: TrainedNetwork, score: Score, measurements: tuple[Measurement, ...], *, evaluated: int
+) -> ClientResult:
+    """The outcome of training a network only to score it, on `evaluated` samples in all."""
+    forward_macs = trained.network.macs * evaluated
+    return replace(
+        scored_outcome(worker, trained.network, score, measurements),
+        steps=trained.figures.steps,
+        macs=trained.macs + forward_macs,
+        forward_macs=forward_macs,
+        clock_factor=TRAINING_FACTOR,
+    )
+
+
+def adapted_outcome(
+    worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples, local: LocalSGD
+) -> ClientResult:
+    """The outcome of scoring the network on test data before (`global`) and after (`personal`) training on `data`."""
+    test = own_test_data(worker, assignment)
+    before = score_network(worker, assignment, network, weights, test)
+    adapted = train_network(worker, assignment, network, weights, data, local).checked()
+    after = score_loaded(worker, assignment, network, test)
+    models = ((GLOBAL, before), (PERSONAL, after))
+    rows = tuple(row for model, score in models for row in final_measurements(worker, model, network, score))
+    return trained_and_scored(worker, adapted, after, rows, evaluated=2 * after.samples)
+
+
+@dataclass(frozen=True)
+class ScoreOwn:
+    """Scores a silo's personal model on its test data; `subnet` is its architecture, None if it is searched."""
+
+    subnet: Subnet | None = None
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Measures the model `personal`; a silo that has never taken part uses the shared model."""
+        if self.subnet is None:
+            silo = begun(assignment.state, weights, summing_options(worker.space, "a search").largest_subspace)
+            return tested_outcome(worker, assignment, PERSONAL, own_network(worker, silo), silo.weights)
+        silo = begun(assignment.state, weights)
+        return tested_outcome(worker, assignment, PERSONAL, self.subnet.on(worker), silo.weights)
+
+
+@dataclass(frozen=True)
+class ScoreShared:
+    """Scores the shared model on a silo's test data."""
+
+    network: Described
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Measures the model `global`."""
+        return tested_outcome(worker, assignment, GLOBAL, self.network.on(worker, assignment), weights)
+
+
+@dataclass(frozen=True)
+class AdaptAndScore:
+    """Trains the shared model on a silo's data (local adaptation), and scores it before and after."""
+
+    subnet: Subnet
+    local: LocalSGD
+    use_validation: bool = True
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Measures `global`, before the adaptation, and `personal`, after it."""
+        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        return adapted_outcome(worker, assignment, self.subnet.on(worker), weights, data, self.local)
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SiloTraining(TrainingStage):
+    """A training stage that also measures the silos' test accuracies every `test_every` rounds and after the last.
+
+    The papers report the best test accuracy of all rounds (SPIDER, App. B.1). It is measured after a round has ended,
+    by tasks that return nothing but rows, so that no test datum can change what is trained, searched or chosen.
+
+    Attributes:
+        test: the task that scores each silo's model on its test data.
+        ready: whether there is a model to score before the end; a method may not have chosen one yet.
+    """
+
+    config: SiloTrainingConfig
+    _: KW_ONLY
+    test: Callable[[RunState], Task]
+    ready: Callable[[RunState], bool] = lambda _state: True
+
+    def and_evaluation(self) -> list[Stage]:
+        """This stage, and the evaluation of every silo's model."""
+        return [self, ClientEvaluation(self.world, self.test)]
+
+    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
+        """The training stage's, with an evaluation by all silos where it is due."""
+        merged, every = super().merge(state, plan, result), self.config.test_every
+        due = every > 0 and (state.round % every == 0 or self._is_last(state.round))
+        if not (due and self.ready(merged.state)):
+            return merged
+        assert merged.evaluation is None, "silos' models are scored by the silos, not by the server"
+        planned = ClientEvaluation(self.world, self.test).planned(state.round, self.test(merged.state))
+        tests = [replace(a, stage=self.name) for a in as_measured(planned)]
+
+        def watched(measured: RoundResult) -> list[Row]:
+            rows = evaluation_rows(measured.client_results)
+            of_test = [(t, row) for t, row in rows if row["split"] == "test" and row["metric"] == "accuracy"]
+            return [(table, {**row, "metric": WATCHED}) for table, row in of_test]
+
+        return replace(merged, evaluation=PostRoundEvaluation(Plan(tests, self.group), watched))
+
+
+def fresh_subnet(world: World, subnet: Subnet) -> Initial:
+    """Initial weights of one architecture, shared by all silos."""
+    return from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), SUPERNET)
+
+
+def subnet_stages(
+    world: World,
+    config: SubnetConfig,
+    test: Callable[[Subnet], Task],
+    client: Callable[[Subnet, Round], Task] | None = None,
+) -> list[Stage]:
+    """Training of one architecture by `client`, by default that of FedAvg, and `test` on every silo."""
+    train, rules = config.train, checked_silos(world, config.train)
+    subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
+
+    def fedavg(subnet: Subnet, round_: Round) -> Train:
         weighting, use_validation = round_.rules.weighting, train.use_validation
         return Train(subnet, round_.local, weighting, use_validation=use_validation, scored=round_.scored)
 
-    return to_all(client)
+    task = test(subnet)
+    training = SiloTraining(
+        *(world, train, rules),
+        name=config.name,
+        initial=fresh_subnet(world, subnet),
+        tasks=to_all(partial(client or fedavg, subnet)),
+        test=lambda _state: task,
+    )
+    return training.and_evaluation()

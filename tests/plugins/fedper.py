@@ -15,10 +15,16 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Method, Stage, to_all
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.personal import Personal, begun
-from fedloom.platform.methods.scoring import ScoreOwn
-from fedloom.platform.methods.silo_stages import SiloTraining
-from fedloom.platform.methods.silos import SiloTrainingConfig, checked_silos, fresh_subnet, only
+from fedloom.platform.methods.silos import (
+    Personal,
+    ScoreOwn,
+    SiloTraining,
+    SiloTrainingConfig,
+    begun,
+    checked_silos,
+    fresh_subnet,
+    only,
+)
 from fedloom.platform.spaces.slices import Weights
 
 

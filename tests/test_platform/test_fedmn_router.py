@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients.training import SGD, LocalSGD
-from fedloom.platform.methods.router import (
+from fedloom.platform.methods.fedmn import (
     Router,
     chosen,
     embedding_of,

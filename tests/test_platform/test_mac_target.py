@@ -15,11 +15,14 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fednas import FedNasConfig
 from fedloom.platform.methods.fedpnas import FedPnasConfig
 from fedloom.platform.methods.global_nas import GlobalNasConfig
-from fedloom.platform.methods.mac_target import MacTarget
-from fedloom.platform.methods.personal import is_decided, with_row
-from fedloom.platform.methods.perturbation import decide
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.searchers import by_magnitude
+from fedloom.platform.methods.silo_search import (
+    ArchitectureSearchConfig,
+    MacTarget,
+    by_magnitude,
+    decide,
+    is_decided,
+    with_row,
+)
 from fedloom.platform.methods.silos import SiloTrainingConfig
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.spaces.darts import DartsSpace

@@ -14,8 +14,7 @@ from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.methods.masking import Perturbation, batch_statistics
-from fedloom.platform.methods.personal import with_row
+from fedloom.platform.methods.silo_search import Perturbation, batch_statistics, with_row
 from fedloom.platform.methods.spider import SpiderConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace

@@ -9,16 +9,15 @@ from torch import Tensor
 
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import Score, evaluate
-from fedloom.platform.methods.personal import with_row
-from fedloom.platform.methods.perturbation import (
+from fedloom.platform.methods.silo_search import (
     ScoreOf,
     by_importance,
     crowded_nodes,
     decide,
     is_settled,
     masked_scores,
-    most_important,
     search_steps,
+    with_row,
 )
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DARTS_S2, DARTS_S2_SMALL, DartsSpace
@@ -59,10 +58,10 @@ def scorer(forward: Callable[[Tensor, Subspace], Tensor], data: Data = SAMPLES) 
 
 def test_the_operator_that_is_missed_most_stays() -> None:
     scores = {0: Score(0.5, 0.9, 10), 1: Score(0.9, 0.4, 10), 2: Score(0.7, 0.6, 10)}
-    assert most_important(scores) == 1
-    assert most_important({0: Score(0.5, 0.4, 10), 1: Score(0.9, 0.4, 10)}) == 1, "then the largest loss"
-    assert most_important({0: Score(0.5, 0.4, 10), 1: Score(float("nan"), 0.4, 10)}) == 1
-    assert most_important({0: Score(0.5, 0.4, 10), 1: Score(0.5, 0.4, 10)}) == 0
+    assert by_importance(scores)[0] == 1
+    assert by_importance({0: Score(0.5, 0.4, 10), 1: Score(0.9, 0.4, 10)})[0] == 1, "then the largest loss"
+    assert by_importance({0: Score(0.5, 0.4, 10), 1: Score(float("nan"), 0.4, 10)})[0] == 1
+    assert by_importance({0: Score(0.5, 0.4, 10), 1: Score(0.5, 0.4, 10)})[0] == 0
 
 
 def test_a_planted_operator_is_kept_and_a_useless_one_dropped() -> None:
@@ -75,7 +74,7 @@ def test_a_planted_operator_is_kept_and_a_useless_one_dropped() -> None:
         return torch.cat([-needed - noise, needed + noise], dim=1)
 
     scores = masked_scores(scorer(forward, (x, y)), ((0, 1),), 0)
-    assert most_important(scores) == 1
+    assert by_importance(scores)[0] == 1
     assert scores[0].metric > 0.95 > scores[1].metric
 
 
@@ -154,8 +153,8 @@ def test_a_network_that_breaks_down_without_an_operator_misses_it_most() -> None
     nan = float("nan")
     assert by_importance({0: Score(0.5, 0.4, 9), 1: Score(nan, 0.4, 9), 2: Score(0.5, 0.3, 9)})[0] == 1
     # Of NaN the first class is predicted, which a silo may have more of than its network gets right.
-    assert most_important({0: Score(0.5, 0.4, 9), 1: Score(nan, 0.6, 9)}) == 1
-    assert most_important({0: Score(math.inf, 0.4, 9), 1: Score(nan, 0.4, 9)}) == 0, "the first of equals"
+    assert by_importance({0: Score(0.5, 0.4, 9), 1: Score(nan, 0.6, 9)})[0] == 1
+    assert by_importance({0: Score(math.inf, 0.4, 9), 1: Score(nan, 0.4, 9)})[0] == 0, "the first of equals"
     worth, kept = worths(), with_row(DECIDED, 5, (0, 1))
     planted_ = planted_forward(worth)
 

@@ -33,8 +33,7 @@ from fedloom.platform.methods.knn_per import KnnPerConfig, ScoreNearest, best_sh
 from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
 from fedloom.platform.methods.per_fedavg import InnerStepsConfig, PerFedAvgConfig, PerFedAvgTrainingConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.scoring import AdaptAndScore, ScoreShared
-from fedloom.platform.methods.silos import AdaptationConfig, SiloTrainingConfig
+from fedloom.platform.methods.silos import AdaptAndScore, AdaptationConfig, ScoreShared, SiloTrainingConfig
 from fedloom.platform.seeding import torch_stream
 
 Make = Callable[..., RunConfig]

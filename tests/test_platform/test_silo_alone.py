@@ -15,8 +15,8 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.masking import Perturbation
-from fedloom.platform.methods.personal import Personal, unpacked, with_row
+from fedloom.platform.methods.silo_search import Perturbation, with_row
+from fedloom.platform.methods.silos import Personal, unpacked
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
@@ -86,7 +86,7 @@ def states_alone(world: World, first: Weights) -> list[Weights]:
     for round_ in range(ROUNDS):
         task = Perturbation(turns=round_)
         assignment = Assignment("spider", round_, 1, "tier1", TrainSpider(LOCAL, 0.0, task, RULES))
-        silo = task.before(worker, assignment, silo).silo
+        silo, _macs = task.before(worker, assignment, silo)
         joined = all(len(row) == 1 for row in silo.kept)
         own = train_network(
             worker,

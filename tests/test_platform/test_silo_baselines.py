@@ -28,10 +28,8 @@ from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.ditto import DittoConfig, DittoTrainingConfig, TrainDitto
 from fedloom.platform.methods.per_fedavg import MetaStep, PerFedAvgConfig, PerFedAvgTrainingConfig, TrainMeta
-from fedloom.platform.methods.personal import Personal, unpacked
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.scoring import ScoreOwn
-from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.silos import Personal, ScoreOwn, SiloTrainingConfig, unpacked
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Weights, bytes_of
 

@@ -12,9 +12,8 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fednas import FedNasConfig
 from fedloom.platform.methods.fedpnas import FedPnasConfig
 from fedloom.platform.methods.global_nas import GlobalNasConfig
-from fedloom.platform.methods.personal import ALPHAS, unpacked
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig, steps_made, turns
-from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.silo_search import ArchitectureSearchConfig, steps_made, turns
+from fedloom.platform.methods.silos import ALPHAS, SiloTrainingConfig, unpacked
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import parse_subspace, subspace_id

@@ -23,11 +23,9 @@ from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.gains import GainConfig
-from fedloom.platform.methods.personal import unpacked
-from fedloom.platform.methods.scoring import ScoreOwn
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider, stages
+from fedloom.platform.methods.silo_search import ArchitectureSearchConfig
+from fedloom.platform.methods.silos import ScoreOwn, unpacked
+from fedloom.platform.methods.spider import GainConfig, SpiderConfig, SpiderTrainingConfig, TrainSpider, stages
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.status import read_status

@@ -17,13 +17,11 @@ from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods import crossed as crossed_task, gains as gains_module
-from fedloom.platform.methods.crossed import BestEpoch
-from fedloom.platform.methods.gains import GainConfig, GainStage
-from fedloom.platform.methods.personal import Personal, unpacked
+from fedloom.platform.methods import spider
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig
+from fedloom.platform.methods.silo_search import ArchitectureSearchConfig
+from fedloom.platform.methods.silos import Personal, unpacked
+from fedloom.platform.methods.spider import BestEpoch, GainConfig, GainStage, SpiderConfig, SpiderTrainingConfig
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
@@ -195,13 +193,13 @@ def test_as_in_the_paper_the_others_best_epoch_is_compared_with_the_final_model(
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of samples of every training that is done in the test."""
     sizes: list[int] = []
-    original = crossed_task.train_network
+    original = spider.train_network
 
     def spy(*given: Any, **more: Any) -> Any:
         sizes.append(len(given[4][1]))
         return original(*given, **more)
 
-    monkeypatch.setattr(crossed_task, "train_network", spy)
+    monkeypatch.setattr(spider, "train_network", spy)
     return sizes
 
 
@@ -222,7 +220,7 @@ def test_the_macs_left_are_those_of_what_is_trained(
     trained: list[int],
     options: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(gains_module, "expected_macs", lambda _: 7.0)
+    monkeypatch.setattr(spider, "expected_macs", lambda _: 7.0)
     gains, _ = crossed(make_config, run_stages, epochs=2, **options)
     assert gains.stage.macs_left(replace(gains.before, round=0)) == sum(trained) * 2 * 3 * 7
     silos = options.get("clients", 3)

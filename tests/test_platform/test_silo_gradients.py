@@ -24,20 +24,18 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fednas import FedNasConfig, TrainMixed
-from fedloom.platform.methods.masking import Perturbation
-from fedloom.platform.methods.personal import ALPHAS, Personal, is_decided, unpacked
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.searchers import (
+from fedloom.platform.methods.silo_search import (
+    ArchitectureSearchConfig,
     Milenas,
     MixedStep,
-    absent_of,
+    Perturbation,
     by_magnitude,
     first_alphas,
+    is_decided,
     searcher_of,
-    softmax,
 )
-from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.silos import ALPHAS, Personal, SiloTrainingConfig, absent_of, softmax, unpacked
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace

@@ -26,12 +26,9 @@ from fedloom.platform.methods import fedpnas
 from fedloom.platform.methods.fednas import FedNasConfig
 from fedloom.platform.methods.fedpnas import FedPnasConfig, TrainSplit
 from fedloom.platform.methods.global_nas import DecideCentrally, GlobalNasConfig
-from fedloom.platform.methods.masking import Perturbation
-from fedloom.platform.methods.personal import Personal, unpacked, with_row
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.searchers import Milenas
-from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.silo_search import ArchitectureSearchConfig, Milenas, Perturbation, with_row
+from fedloom.platform.methods.silos import Personal, SiloTrainingConfig, unpacked
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.darts import DartsSpace

@@ -16,8 +16,8 @@ from fedloom.platform.methods.fednas import FedNasConfig
 from fedloom.platform.methods.fedpnas import FedPnasConfig
 from fedloom.platform.methods.knn_per import KnnPerConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.search_config import ArchitectureSearchConfig
-from fedloom.platform.methods.silo_stages import WATCHED
+from fedloom.platform.methods.silo_search import ArchitectureSearchConfig
+from fedloom.platform.methods.silos import WATCHED
 from fedloom.platform.methods.spider import SpiderConfig
 from fedloom.platform.spaces.space_config import SpaceConfig
 

@@ -7,7 +7,7 @@ import numpy as np
 from fedloom.experiments.analysis.silos import Phases, in_short, is_decided, latest_architectures, phases
 from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.report.silos import spans_of
-from fedloom.platform.methods.perturbation import is_settled
+from fedloom.platform.methods.silo_search import is_settled
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import subspace_id
 
