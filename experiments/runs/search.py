@@ -13,8 +13,7 @@ from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
-from fedloom.platform.methods.supernet_search import Found, search_supernet
-from fedloom.platform.methods.target_search import SAMPLES
+from fedloom.platform.methods.target_search import SAMPLES, Found, search_supernet
 from fedloom.platform.results.checkpoint import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table

@@ -21,10 +21,9 @@ from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.federation.algorithm import Method, Plan, RoundResult, RoundUpdate, RunState, Stage, for_server
 from fedloom.platform.federation.training_config import TrainingConfig, check_training
 from fedloom.platform.federation.world import World, evaluation_macs
-from fedloom.platform.methods.candidates import candidate_rows
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.fedoras import group_name, tier_stage
-from fedloom.platform.methods.tier_search import WINNERS, check_validation_data, winner_of
+from fedloom.platform.methods.tier_search import WINNERS, candidate_rows, check_validation_data, winner_of
 from fedloom.platform.search.base import METRIC_TEXT, Interval, Metric, Scored, merit, pareto_front, winner
 from fedloom.platform.search.generations import RandomSearch
 from fedloom.platform.settings import UP_TO_A_THOUSAND

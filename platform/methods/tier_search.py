@@ -2,13 +2,13 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.networks import ESTIMATED
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
 from fedloom.platform.federation.algorithm import (
@@ -25,7 +25,6 @@ from fedloom.platform.federation.algorithm import (
 )
 from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.world import World, expected_macs
-from fedloom.platform.methods.candidates import candidate_rows
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, generations_left, try_searcher
@@ -39,8 +38,10 @@ from fedloom.tiers.costs import CostTable
 logger = logging.getLogger(__name__)
 
 WINNERS = "winners"
-CLIENT_SCORES = "client_scores"
-UNIFORM = ComponentSpec("uniform")
+"""The JSON value that holds the architecture found per tier or target."""
+
+Scores = dict[str, Any]
+"""Per architecture its loss, metric and number of samples."""
 
 
 @dataclass
@@ -115,29 +116,25 @@ def tier_goals(world: World, config: TierSearchConfig) -> list[Goal]:
 class TierSearchStage(Stage):
     """Per round, asks the searcher for a generation of candidates, scores them, and tells it the scores."""
 
-    def __init__(self, world: World, config: TierSearchConfig, goal: "Goal", genome: Genome | None = None) -> None:
-        check_validation_data(world, federated=config.scoring == "federated")
-        self.world, self.config, self.goal, self.genome = world, config, goal, genome
-        self.name = f"search/{goal.name}"
+    def __init__(self, world: World, config: TierSearchConfig, goal: Goal, genome: Genome | None = None) -> None:
         self.federated = config.scoring == "federated"
-        self.budget = goal.budget
+        check_validation_data(world, federated=self.federated)
+        self.world, self.config, self.goal = world, config, goal
+        self.name = f"search/{goal.name}"
+        # Names of the state's values: scores of this generation by the clients so far and by the server, accuracies.
+        self._pending, self._central, self._accuracies = (
+            f"{self.name}/{value}" for value in ("client_scores", "central", "accuracies")
+        )
+        space, seed = world.space, world.config.seed_for("search")
+        genome = space.genome if genome is None else genome
+        self._problem = SearchProblem(space.options, genome, goal.table, goal.interval, seed, goal.budget, config)
         try_searcher(self._problem)
-        self._live = self._fresh()  # a cache: `_searcher` rebuilds it from the state whenever it does not fit
-
-    @property
-    def _problem(self) -> SearchProblem:
-        space, goal = self.world.space, self.goal
-        seed = self.world.config.seed_for("search")
-        genome = space.genome if self.genome is None else self.genome
-        return SearchProblem(space.options, genome, goal.table, goal.interval, seed, self.budget, self.config)
-
-    def _fresh(self) -> Searcher:
-        return build_searcher(self._problem)
+        self._live = build_searcher(self._problem)  # a cache: `_searcher` rebuilds it where it does not fit the state
 
     def _searcher(self, state: RunState) -> Searcher:
         saved = state.data[self.name]
         if self._live.state() != saved:
-            self._live = self._fresh()
+            self._live = build_searcher(self._problem)
             self._live.restore(saved)
         return self._live
 
@@ -148,7 +145,7 @@ class TierSearchStage(Stage):
 
     def begin(self, state: RunState) -> RunState:
         """Starts with a new searcher."""
-        return state.with_data(self.name, self._fresh().state())
+        return state.with_data(self.name, build_searcher(self._problem).state())
 
     def rounds_left(self, state: RunState) -> int:
         """The expected rounds while the searcher has candidates to score, at least 1; then 0."""
@@ -169,28 +166,24 @@ class TierSearchStage(Stage):
         samples += min(CALIBRATION_SAMPLES, everything) if is_estimated else 0
         if self.federated:
             clients = self.config.scoring_rounds * self.config.clients_per_round
-            own = clients * everything / self.world.num_clients
-            samples = own + (samples if self.config.compare_with_central else 0.0)
+            of_clients = clients * everything / self.world.num_clients
+            samples = of_clients + (samples if self.config.compare_with_central else 0.0)
         interval = self.goal.interval
         macs = expected_macs(self.world, self.goal.table, interval.lower, interval.upper)
-        return max(0, self.budget - scored) * samples * macs
+        return max(0, self.goal.budget - scored) * samples * macs
 
     def plan(self, state: RunState) -> Plan:
         """The generation's candidates, for the server's workers or a cohort of clients."""
         candidates = self._searcher(state).ask()
         if not self.federated:
-            return Plan(self._central(state, candidates), SUPERNET, chunk_size=1)
-        pending = state.data.get(self._pending, [])
-        assignments = self._clients(state, candidates, len(pending))
-        if self.config.compare_with_central and len(pending) == 0:
-            assignments += self._central(state, candidates)
+            return Plan(self._for_server(state, candidates), SUPERNET, chunk_size=1)
+        part = len(state.data.get(self._pending, []))
+        assignments = self._for_clients(state, candidates, part)
+        if self.config.compare_with_central and part == 0:
+            assignments += self._for_server(state, candidates)
         return Plan(assignments, SUPERNET, chunk_size=1)
 
-    @property
-    def _pending(self) -> str:
-        return f"{self.name}/{CLIENT_SCORES}"
-
-    def _central(self, state: RunState, candidates: Sequence[Architecture]) -> list[Assignment]:
+    def _for_server(self, state: RunState, candidates: Sequence[Architecture]) -> list[Assignment]:
         size, version = self.config.candidates_per_task, state.version(SUPERNET)
         alike = sorted(candidates, key=architecture_id)  # those of a task compute once what they begin with
         groups = [tuple(alike[i : i + size]) for i in range(0, len(alike), size)]
@@ -198,48 +191,43 @@ class TierSearchStage(Stage):
         tasks = [ScoreSubnets(group, version, share=share, statistics=statistics) for group in groups]
         return [for_server(self.name, state.round, task) for task in tasks]
 
-    def _clients(self, state: RunState, candidates: Sequence[Architecture], part: int) -> list[Assignment]:
-        cohort = self._cohort(state.round - part, part)
-        sent_bytes = bytes_of(extract(state.weights(SUPERNET), self._union(candidates)))
-        version, statistics = state.version(SUPERNET), self.config.statistics
-        task = ScoreSubnets(tuple(candidates), version, sent_bytes=sent_bytes, statistics=statistics)
-        ordered = self.world.in_plan_order(cohort.client_ids)
-        return [for_client(self.world, self.name, state.round, cohort, c, task) for c in ordered]
-
-    def _cohort(self, first_round: int, part: int) -> Cohort:
+    def _for_clients(self, state: RunState, candidates: Sequence[Architecture], part: int) -> list[Assignment]:
         """The part-th cohort of a generation; a single draw for the whole generation makes its clients distinct."""
-        size = self.config.clients_per_round
-        wanted = size * self.config.scoring_rounds
-        whole = choose_cohort(self.world, self.name, first_round, self.goal.eligible, wanted, UNIFORM, {})
-        own = tuple(c for i, c in enumerate(whole.client_ids) if i % self.config.scoring_rounds == part)
-        return Cohort(own, whole.probability, whole.reason)
-
-    def _union(self, candidates: Iterable[Architecture]) -> Mapping[str, Any]:
-        """The slices of the union of the candidates' operators, which is sent once."""
-        space = with_subspaces(self.world.space, "scoring=federated")
-        kept = tuple(tuple(sorted(set(options))) for options in zip(*candidates, strict=True))
-        return space.subspace_slices(kept)
+        config, world, uniform = self.config, self.world, ComponentSpec("uniform")
+        size = config.clients_per_round * config.scoring_rounds
+        whole = choose_cohort(world, self.name, state.round - part, self.goal.eligible, size, uniform, {})
+        client_ids = tuple(c for i, c in enumerate(whole.client_ids) if i % config.scoring_rounds == part)
+        cohort = Cohort(client_ids, whole.probability, whole.reason)
+        # The union of the candidates' operators is sent once.
+        union = tuple(tuple(sorted(set(options))) for options in zip(*candidates, strict=True))
+        slices = with_subspaces(world.space, "scoring=federated").subspace_slices(union)
+        sent_bytes = bytes_of(extract(state.weights(SUPERNET), slices))
+        version, statistics = state.version(SUPERNET), config.statistics
+        task = ScoreSubnets(tuple(candidates), version, sent_bytes=sent_bytes, statistics=statistics)
+        ordered = world.in_plan_order(cohort.client_ids)
+        return [for_client(world, self.name, state.round, cohort, c, task) for c in ordered]
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Collects scores, and tells the searcher when those of the whole generation are complete."""
         central = [r for r in result.client_results if r.client_id is None]
         if not self.federated:
             return RoundUpdate(self._tell(state, _scores(central)))
-        pending = [
-            *state.data.get(self._pending, []),
-            _scores(r for r in result.client_results if r.client_id is not None),
-        ]
-        rows: list[Row] = []
+        of_clients = _scores(r for r in result.client_results if r.client_id is not None)
+        pending = [*state.data.get(self._pending, []), of_clients]
         if central:
-            state = state.with_data(f"{self.name}/central", _scores(central))
+            state = state.with_data(self._central, _scores(central))
         if len(pending) < self.config.scoring_rounds:
             return RoundUpdate(state.with_data(self._pending, pending))
-        scores = _pooled(pending)
+        parts: dict[str, list[Any]] = {}
+        for name, score in (item for part in pending for item in part.items()):
+            parts.setdefault(name, []).append(score)
+        scores = {name: _pooled(of_parts) for name, of_parts in parts.items()}
+        rows: list[Row] = []
         if self.config.compare_with_central:
-            rows.append(self._tau_row(scores, state.data[f"{self.name}/central"]))
+            rows.append(self._tau_row(scores, state.data[self._central]))
         return RoundUpdate(self._tell(state.with_data(self._pending, []), scores), rows)
 
-    def _tell(self, state: RunState, scores: "Scores") -> RunState:
+    def _tell(self, state: RunState, scores: Scores) -> RunState:
         searcher = self._searcher(state)
         candidates = searcher.ask()
         nothing = (float("nan"), float("nan"), 0)
@@ -250,24 +238,12 @@ class TierSearchStage(Stage):
         merits = [merit(self.config.metric, *each) for each in zip(accuracies, losses, strict=True)]
         searcher.tell(candidates, merits, losses)
         if self.config.metric != "accuracy":  # the searcher does not keep them
-            told = zip(candidates, accuracies, strict=True)
-            new = {architecture_id(a): accuracy for a, accuracy in told if math.isfinite(accuracy)}
+            pairs = zip(candidates, accuracies, strict=True)
+            new = {architecture_id(a): accuracy for a, accuracy in pairs if math.isfinite(accuracy)}
             state = state.with_data(self._accuracies, {**state.data.get(self._accuracies, {}), **new})
         return state.with_data(self.name, searcher.state())
 
-    @property
-    def _accuracies(self) -> str:
-        return f"{self.name}/accuracies"
-
-    def _measured(self, state: RunState) -> list[Scored]:
-        """The searcher's history with accuracies, also where it was told losses."""
-        history = self._searcher(state).history
-        if self.config.metric == "accuracy":
-            return history
-        known = state.data.get(self._accuracies, {})
-        return [replace(s, metric=known.get(architecture_id(s.architecture), math.nan)) for s in history]
-
-    def _tau_row(self, scores: "Scores", central: "Scores") -> Row:
+    def _tau_row(self, scores: Scores, central: Scores) -> Row:
         names = [n for n in scores if n in central and all(map(math.isfinite, (*scores[n][:2], *central[n][:2])))]
         tau = math.nan  # of fewer than two models
         if len(names) > 1:
@@ -278,51 +254,72 @@ class TierSearchStage(Stage):
 
     def end(self, state: RunState) -> RoundUpdate:
         """Stores the winner, and returns one row per candidate, marked if it is on the final Pareto front."""
-        history = self._searcher(state).history
+        history, goal = self._searcher(state).history, self.goal
         feasible = [s for s in history if s.feasible]
-        if len(history) < self.budget:
+        if len(history) < goal.budget:
             # Valid for a small tier, or if sampling finds no new model, but fewer than configured.
-            logger.warning("%s: the search asked for %d models and found %d", self.goal.name, self.budget, len(history))
+            logger.warning("%s: the search asked for %d models and found %d", goal.name, goal.budget, len(history))
         front = {s.architecture for s in pareto_front(history)}
         won = winner(feasible).architecture if feasible else None
-        rows = candidate_rows(self.world, self.goal.name, self._measured(state), front, won)
+        measured = history
+        if self.config.metric != "accuracy":  # the searcher was told losses
+            known = state.data.get(self._accuracies, {})
+            measured = [replace(s, metric=known.get(architecture_id(s.architecture), math.nan)) for s in history]
         if won is not None:
-            winners = {**state.data.get(WINNERS, {}), self.goal.name: architecture_id(won)}
-            state = state.with_data(WINNERS, winners)
+            state = state.with_data(WINNERS, {**state.data.get(WINNERS, {}), goal.name: architecture_id(won)})
         # The rows hold the history from here on; without removal every later checkpoint would contain it.
-        return RoundUpdate(state.without_data(self.name, self._pending, self._accuracies, f"{self.name}/central"), rows)
+        state = state.without_data(self.name, self._pending, self._accuracies, self._central)
+        return RoundUpdate(state, candidate_rows(self.world, goal.name, measured, front, won))
 
 
-Scores = dict[str, Any]
-"""Per architecture its loss, metric and number of samples."""
+def _scores(results: Iterable[ClientResult]) -> Scores:
+    """The measured scores, pooled over results; a failed one has none."""
+    parts: dict[str, list[tuple[float, float, int]]] = {}
+    for result in results:
+        measured = {(m.architecture, m.metric): m for m in result.measurements}
+        for (name, metric), m in measured.items():
+            if metric == "loss":
+                parts.setdefault(name, []).append((m.value, measured[name, "accuracy"].value, m.samples))
+    return {name: _pooled(of_results) for name, of_results in parts.items()}
 
 
-def _scores(reports: Iterable[ClientResult]) -> Scores:
-    """Scores pooled over reports, weighted by samples; failed reports have none."""
-    by_name: dict[str, dict[str, list[Measurement]]] = {}
-    for report in reports:
-        for m in report.measurements:
-            by_name.setdefault(m.architecture, {}).setdefault(m.metric, []).append(m)
-    return {name: _weighted(values["loss"], values["accuracy"]) for name, values in by_name.items()}
-
-
-def _weighted(losses: list[Measurement], metrics: list[Measurement]) -> tuple[float, float, int]:
-    samples = np.array([m.samples for m in losses], dtype=np.float64)
-    total = samples.sum()
+def _pooled(scores: Sequence[tuple[float, float, int]]) -> tuple[float, float, int]:
+    """The means of losses and metrics, weighted by samples; NaN without samples."""
+    total = sum(samples for _, _, samples in scores)
     if total == 0:
-        return (float("nan"), float("nan"), 0)
-    loss = float(sum(m.value * m.samples for m in losses if m.samples) / total)
-    metric = float(sum(m.value * m.samples for m in metrics if m.samples) / total)
-    return (loss, metric, int(total))
+        return (math.nan, math.nan, 0)
+    loss, metric = (sum(s[i] * s[2] for s in scores if s[2]) / total for i in (0, 1))
+    return (loss, metric, total)
 
 
-def _pooled(parts: Sequence[Scores]) -> Scores:
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    pooled: Scores = {}
-    for name in names:
-        values = [part[name] for part in parts if name in part and part[name][2] > 0]
-        samples = sum(v[2] for v in values)
-        if samples:
-            means = [sum(v[i] * v[2] for v in values) / samples for i in (0, 1)]
-            pooled[name] = (means[0], means[1], samples)
-    return pooled
+def candidate_rows(
+    world: World,
+    tier: str,
+    scored: Iterable[Scored],
+    front: Container[Architecture],
+    won: Architecture | None = None,
+) -> list[Row]:
+    """One row of the table `candidates` per scored architecture.
+
+    `tier` is the tier or target of the search, `front` the candidates on its Pareto front, `won` the one that the
+    search chose, None if it chose none.
+    """
+    macs, parameters = world.macs_table, world.space.cost_table("parameters")
+    return [
+        (
+            "candidates",
+            {
+                "tier": tier,
+                "generation": s.generation,
+                "architecture": architecture_id(s.architecture),
+                "macs": macs.cost(s.architecture),
+                "parameters": int(parameters.cost(s.architecture)),
+                "loss": s.loss,
+                "metric": s.metric,
+                "feasible": s.feasible,
+                "on_front": s.architecture in front,
+                "winner": s.architecture == won,
+            },
+        )
+        for s in scored
+    ]

@@ -1,7 +1,7 @@
 """Search of a trained supernet for targets, upper bounds on MACs or latency."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -96,11 +96,15 @@ class TargetSearchConfig:
 
 @dataclass(frozen=True)
 class Target:
-    """A target's cost measure, and the cost interval that is searched, whose upper end is the target."""
+    """A target's cost measure, and the cost interval that is searched, whose upper end is the target.
+
+    `measure` is "macs", "latency_s", or "budget" for a tier's; `table` has the costs, None for latencies.
+    """
 
     name: str
     measure: str
     interval: Interval
+    table: CostTable | None = None
 
 
 @dataclass(frozen=True)
@@ -113,37 +117,44 @@ class Sample:
     latency_s: float | None = None
 
 
-def parse_target(text: str, tolerance: float, macs: CostTable, above: float | None = None) -> Target:
-    """A target such as `macs=1e9` or `latency_s=0.02`; it begins at `above`, or `tolerance` below its bound.
+def macs_target(value: float, tolerance: float, table: CostTable, above: float | None = None) -> Target:
+    """A target of at most so many MACs, which begins at `above`, or `tolerance` below its bound.
 
-    Raises ValueError for another form, and for MACs below the smallest or above the largest subnet.
+    Raises ValueError for MACs below the smallest or above the largest subnet.
     """
-    measure, equals, number = text.partition("=")
-    try:
-        value = float(number) if equals else math.nan
-    except ValueError:
-        value = math.nan
-    if measure not in MEASURES or not 0 < value < math.inf:
-        raise ValueError(f"target {text!r}: give {' or '.join(f'{m}=VALUE' for m in MEASURES)}, such as macs=1e9")
     # A bin (above, value] may reach beyond the largest subnet, a target by itself may not.
-    outside = value < macs.smallest or (value > macs.largest if above is None else above >= macs.largest)
-    if measure == "macs" and outside:
-        shown = text if above is None else f"{text} above {above:.10g}"
+    if value < table.smallest or (value > table.largest if above is None else above >= table.largest):
+        shown = f"macs={value!r}" if above is None else f"macs={value!r} above {above:.10g}"
         raise ValueError(
-            f"target {shown!r}: subnets have {macs.smallest:.10g} (smallest) to {macs.largest:.10g} (largest) MACs; "
+            f"target {shown!r}: subnets have {table.smallest:.10g} (smallest) to {table.largest:.10g} (largest) MACs; "
             "choose a target in between"
         )
     if above is not None and above >= value:
-        raise ValueError(f"target {text!r}: its lower bound is {above:.10g}; give one below it")
+        raise ValueError(f"target 'macs={value!r}': its lower bound is {above:.10g}; give one below it")
     lower = value * (1 - tolerance) if above is None else above
-    return Target(f"{measure}={value:.10g}", measure, Interval(lower, value))
+    return Target(f"macs={value:.10g}", "macs", Interval(lower, value), table)
+
+
+def latency_target(value: float, tolerance: float) -> Target:
+    """A target of at most so many seconds per sample."""
+    return Target(f"latency_s={value:.10g}", "latency_s", Interval(value * (1 - tolerance), value))
 
 
 def check_target_search(config: TargetSearchConfig, key: str) -> None:
     """Raises ValueError for values out of range; `key` is the configuration key."""
     check_settings(config, f"{key}.")
     predictor_of(config, key)
-    _check_samples(config, key)
+    if config.predictor in UNFITTED and config.front:
+        raise ValueError(f"{key}.front={config.front}: the whole front is searched with predictors; use predictor=mlp")
+    if config.predictor not in UNFITTED and 0 < config.samples < FEWEST_SAMPLES:
+        raise ValueError(
+            f"{key}.samples={config.samples}: predictors need at least {FEWEST_SAMPLES}; 0 switches the search off"
+        )
+    asked = config.macs or config.latency_s or config.front
+    if config.predictor not in UNFITTED and asked and not config.samples:
+        raise ValueError(
+            f"{key}.samples=0 switches the search off, but targets are given: measure samples, or give none"
+        )
     if config.macs_above and len(config.macs_above) != len(config.macs):
         raise ValueError(
             f"{key}.macs_above has {len(config.macs_above)} values for {len(config.macs)} targets of {key}.macs: give "
@@ -161,23 +172,6 @@ def predictor_of(config: TargetSearchConfig, key: str = "method.search") -> Comp
         raise PluginError(f"{key}.predictor: {error}") from error
 
 
-def _check_samples(config: TargetSearchConfig, key: str) -> None:
-    if config.predictor in UNFITTED:
-        if config.front:
-            raise ValueError(
-                f"{key}.front={config.front}: the whole front is searched with predictors; use predictor=mlp"
-            )
-        return
-    if config.samples and config.samples < FEWEST_SAMPLES:
-        raise ValueError(
-            f"{key}.samples={config.samples}: predictors need at least {FEWEST_SAMPLES}; 0 switches the search off"
-        )
-    if not config.samples and (config.macs or config.latency_s or config.front):
-        raise ValueError(
-            f"{key}.samples=0 switches the search off, but targets are given: measure samples, or give none"
-        )
-
-
 def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> list[Architecture]:
     """Distinct subnets to measure: half of them uniform over the genes, half spread evenly over the costs.
 
@@ -188,7 +182,8 @@ def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> lis
     costs = table.costs(pool)
     edges = np.linspace(table.smallest, table.largest, max(2, count // 4) + 1)
     bins = np.clip(np.searchsorted(edges, costs, side="right") - 1, 0, len(edges) - 2)
-    spread = [places[turn] for turn in range(4) for places in _places_by_bin(bins) if turn < len(places)]
+    rows_by_bin = [np.flatnonzero(bins == b).tolist() for b in range(int(bins.max(initial=0)) + 1)]
+    spread = [rows[turn] for turn in range(4) for rows in rows_by_bin if turn < len(rows)]
     # The smallest and the largest subnet are always included, because predictors extrapolate poorly.
     taken = dict.fromkeys([table.extreme(min), table.extreme(max)][:count])
     for row in [*range(count - count // 2), *spread, *range(len(pool))]:
@@ -196,10 +191,6 @@ def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> lis
             break
         taken[tuple(pool[row].tolist())] = None
     return list(taken)
-
-
-def _places_by_bin(bins: Ints) -> list[list[int]]:
-    return [np.flatnonzero(bins == b).tolist() for b in range(int(bins.max(initial=0)) + 1)]
 
 
 @dataclass(frozen=True)
@@ -243,35 +234,16 @@ def fitness_predictors(space: SearchSpace) -> Predictors:
     return Predictors(Fitted(fitness_of(space), math.nan, math.nan, math.nan, 0, 0), None)
 
 
-@dataclass(frozen=True)
-class SearchSpaceCosts:
-    """The genome and cost tables of a space that a target search needs."""
-
-    genome: Genome
-    macs: CostTable
-    budget: CostTable
+def _scores_of(genome: Genome, predict: Callable[[Floats], Floats]) -> Callable[[Ints], Floats]:
+    return lambda architectures: predict(genome.one_hot(architectures))
 
 
-def constraint_of(target: Target, costs: SearchSpaceCosts, predictors: Predictors) -> Constraint:
-    """The constraint of a target: by table for MACs and tier budgets, by predictor for latency."""
-    if target.measure == "latency_s":
-        assert predictors.latency is not None, "latencies are measured where a target asks for them"
-        predict = _on(costs.genome, predictors.latency.predictor)
-        return PredictedConstraint(predict, costs.genome, target.interval)
-    table = costs.macs if target.measure == "macs" else costs.budget
-    return TableConstraint(table, target.interval, costs.genome)
-
-
-def _on(genome: Genome, predictor: Callable[[Floats], Floats]) -> Callable[[Ints], Floats]:
-    return lambda architectures: predictor(genome.one_hot(architectures))
-
-
-def check_reachable(target: Target, costs: SearchSpaceCosts, seed: int) -> None:
+def check_reachable(target: Target, genome: Genome, seed: int) -> None:
     """Raises ValueError if no subnet's cost is inside a target's interval, unless the target is a latency."""
-    if target.measure == "latency_s":
+    if target.table is None:
         return
-    table, interval = costs.macs if target.measure == "macs" else costs.budget, target.interval
-    constraint = TableConstraint(table, interval, costs.genome)
+    table, interval = target.table, target.interval
+    constraint = TableConstraint(table, interval, genome)
     rng = stream(seed, "reachable", target.name)
     advice = "choose another target, or raise the tolerance"
     if target.measure == "budget":
@@ -284,18 +256,24 @@ def check_reachable(target: Target, costs: SearchSpaceCosts, seed: int) -> None:
 
 
 def finalists(
-    target: Target, costs: SearchSpaceCosts, predictors: Predictors, config: TargetSearchConfig, seed: int
+    target: Target, genome: Genome, predictors: Predictors, config: TargetSearchConfig, seed: int
 ) -> dict[Architecture, float]:
     """The subnets with the best predicted metric inside the target's interval, with the prediction.
 
     Empty if no subnet inside the interval is found.
     """
-    constraint = constraint_of(target, costs, predictors)
+    constraint: Constraint
+    if target.table is not None:
+        constraint = TableConstraint(target.table, target.interval, genome)
+    else:
+        assert predictors.latency is not None, "latencies are measured where a target asks for them"
+        predict = _scores_of(genome, predictors.latency.predictor)
+        constraint = PredictedConstraint(predict, genome, target.interval)
     if not constraint.sample(1, (), stream(seed, "reachable", target.name)):
         return {}
     candidates = search_predicted(
-        costs.genome,
-        _on(costs.genome, predictors.metric.predictor),
+        genome,
+        _scores_of(genome, predictors.metric.predictor),
         constraint,
         seed=seed,
         name=target.name,
@@ -309,13 +287,13 @@ def finalists(
 
 
 def front_finalists(
-    costs: SearchSpaceCosts, predictors: Predictors, config: TargetSearchConfig, seed: int
+    genome: Genome, macs: CostTable, predictors: Predictors, config: TargetSearchConfig, seed: int
 ) -> dict[Architecture, float]:
     """`config.front` subnets spread over NSGA-II's front of predicted metric against MACs."""
     candidates = predicted_front(
-        costs.genome,
-        _on(costs.genome, predictors.metric.predictor),
-        costs.macs,
+        genome,
+        _scores_of(genome, predictors.metric.predictor),
+        macs,
         seed=seed,
         name="front",
         population=config.population,
@@ -327,7 +305,7 @@ def front_finalists(
 
 
 def choose(
-    target: Target, verified: Sequence[Sample], cost: Mapping[Architecture, float], metric: str = "accuracy"
+    target: Target, verified: Sequence[Sample], cost: Callable[[Architecture], float], metric: str = "accuracy"
 ) -> Sample | None:
     """The winner among the verified subnets: the best metric, then the other one, then the smallest cost.
 
@@ -339,6 +317,6 @@ def choose(
 
     def key(s: Sample) -> tuple[float, float, float, Architecture]:
         scores = (-s.metric, s.loss) if metric == "accuracy" else (s.loss, -s.metric)
-        return (*scores, cost[s.architecture], s.architecture)
+        return (*scores, cost(s.architecture), s.architecture)
 
     return min(sound, key=key, default=None)

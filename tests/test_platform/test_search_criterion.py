@@ -21,7 +21,7 @@ from fedloom.platform.search.targets import (
     check_target_search,
     choose,
     fit_predictors,
-    parse_target,
+    macs_target,
 )
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.genome import PlainGenome
@@ -56,7 +56,7 @@ def test_on_a_plateau_of_accuracy_the_loss_still_leads(name: str) -> None:
 
 
 def test_equal_losses_are_told_apart_by_accuracy_and_cost() -> None:
-    cost = {(0,): 1.0, (1,): 2.0, (2,): 3.0}
+    cost = {(0,): 1.0, (1,): 2.0, (2,): 3.0}.__getitem__
     target = Target("macs=3", "macs", Interval(0, 3))
     samples = [Sample((0,), 0.5, 0.7), Sample((1,), 0.5, 0.9), Sample((2,), 0.6, 0.95)]
     assert choose(target, samples, cost) == samples[2]
@@ -89,14 +89,14 @@ def test_predictors_learn_the_configured_metric() -> None:
 
 
 def test_a_bin_reaches_from_its_lower_bound_and_may_end_beyond_the_largest() -> None:
-    assert parse_target("macs=8", 0.01, TABLE, 5.0).interval == Interval(5.0, 8.0)
-    assert parse_target("macs=20", 0.01, TABLE, 8.0).name == "macs=20"
-    with pytest.raises(ValueError, match=r"'macs=20': subnets have 4 \(smallest\) to 13 \(largest\) MACs"):
-        parse_target("macs=20", 0.01, TABLE)
-    with pytest.raises(ValueError, match=r"'macs=20 above 13': subnets have 4 .* choose a target in between"):
-        parse_target("macs=20", 0.01, TABLE, 13.0)
-    with pytest.raises(ValueError, match=r"target 'macs=8': its lower bound is 8; give one below it"):
-        parse_target("macs=8", 0.01, TABLE, 8.0)
+    assert macs_target(8.0, 0.01, TABLE, 5.0).interval == Interval(5.0, 8.0)
+    assert macs_target(20.0, 0.01, TABLE, 8.0).name == "macs=20"
+    with pytest.raises(ValueError, match=r"'macs=20.0': subnets have 4 \(smallest\) to 13 \(largest\) MACs"):
+        macs_target(20.0, 0.01, TABLE)
+    with pytest.raises(ValueError, match=r"'macs=20.0 above 13': subnets have 4 .* choose a target in between"):
+        macs_target(20.0, 0.01, TABLE, 13.0)
+    with pytest.raises(ValueError, match=r"target 'macs=8.0': its lower bound is 8; give one below it"):
+        macs_target(8.0, 0.01, TABLE, 8.0)
 
 
 def test_bins_need_a_lower_bound_each() -> None:

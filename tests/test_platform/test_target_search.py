@@ -17,7 +17,7 @@ from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.distribution import Distribution, random
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.superfednas import SEARCHED
-from fedloom.platform.methods.supernet_search import search_supernet
+from fedloom.platform.methods.target_search import search_supernet
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
@@ -25,13 +25,13 @@ from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.targets import (
     Sample,
-    SearchSpaceCosts,
     Target,
     TargetSearchConfig,
     check_reachable,
     choose,
     draw_samples,
-    parse_target,
+    latency_target,
+    macs_target,
 )
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.elastic import ElasticSpace
@@ -137,14 +137,11 @@ def test_a_latency_is_measured_where_a_target_asks_for_it(elastic_config: Make) 
 
 def test_targets_are_read_and_refused() -> None:
     table = SMALL.cost_table("macs")
-    target = parse_target("macs=4e6", 0.01, table)
+    target = macs_target(4e6, 0.01, table)
     assert (target.name, target.measure, target.interval) == ("macs=4000000", "macs", Interval(3.96e6, 4e6))
-    assert parse_target("latency_s=0.02", 0.1, table).interval.lower == pytest.approx(0.018)
-    for text in ("macs", "macs=", "macs=x", "flops=1e9", "macs=-1", "macs=inf", "latency_s=0"):
-        with pytest.raises(ValueError, match=r"give macs=VALUE or latency_s=VALUE, such as macs=1e9"):
-            parse_target(text, 0.01, table)
+    assert latency_target(0.02, 0.1).interval.lower == pytest.approx(0.018)
     with pytest.raises(ValueError, match=r"smallest.* to .* \(largest\) MACs; choose a target in between"):
-        parse_target("macs=1e12", 0.01, table)
+        macs_target(1e12, 0.01, table)
 
 
 def test_samples_hold_both_ends_and_are_distinct() -> None:
@@ -158,7 +155,7 @@ def test_samples_hold_both_ends_and_are_distinct() -> None:
 
 
 def test_the_winner_is_the_most_accurate_that_meets_its_target() -> None:
-    cost = {(0,): 1.0, (1,): 2.0, (2,): 3.0}
+    cost = {(0,): 1.0, (1,): 2.0, (2,): 3.0}.__getitem__
     slow, fast = Sample((0,), 0.5, 0.9, latency_s=0.03), Sample((1,), 0.6, 0.8, latency_s=0.01)
     failed = Sample((2,), math.nan, 0.95, latency_s=0.01)
     latency = Target("latency_s=0.02", "latency_s", Interval(0.018, 0.02))
@@ -174,9 +171,9 @@ def test_the_winner_is_the_most_accurate_that_meets_its_target() -> None:
 
 def test_a_tier_without_a_subnet_says_what_to_change() -> None:
     table = SMALL.cost_table("macs")
-    costs = SearchSpaceCosts(SMALL.genome, table, table)
+    target = Target("tier1", "budget", Interval(0, table.smallest - 1), table)
     with pytest.raises(ValueError, match=r"so tier1 has none: use fewer tiers, give tiers.upper_bounds, or"):
-        check_reachable(Target("tier1", "budget", Interval(0, table.smallest - 1)), costs, seed=1)
+        check_reachable(target, SMALL.genome, seed=1)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
