@@ -29,8 +29,8 @@ from fedloom.platform.federation.distribution import HEURISTICS
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.plugins import Registry, nearest
-from fedloom.platform.search.config import SEARCHERS
 from fedloom.platform.search.predictors import PREDICTORS
+from fedloom.platform.search.registry import SEARCHERS
 from fedloom.platform.settings import Setting, options_of, settings_of, written
 from fedloom.platform.spaces.registry import SPACES
 

@@ -21,8 +21,9 @@ from fedloom.platform.federation.budgets import BUDGETS
 from fedloom.platform.federation.distribution import Distribution, distribute
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval
-from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher
+from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.predictors import fit_predictor
+from fedloom.platform.search.registry import build_searcher
 from fedloom.platform.spaces.genome import PlainGenome
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import extract

@@ -27,7 +27,8 @@ from fedloom.platform.methods.transfer import TransferConfig
 from fedloom.platform.runs.dry_run import DryStage, is_countable
 from fedloom.platform.runs.run import make_serial, planned_stages, planned_world, start_run
 from fedloom.platform.search.base import Interval, Scored, winner
-from fedloom.platform.search.config import SearchProblem, build_searcher
+from fedloom.platform.search.config import SearchProblem
+from fedloom.platform.search.registry import build_searcher
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.registry import build_space
 from fedloom.tiers.devices import TRAINING_FACTOR

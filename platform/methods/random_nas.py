@@ -25,6 +25,7 @@ from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob,
 from fedloom.platform.methods.fedoras import group_name, tier_stage
 from fedloom.platform.methods.tier_search import WINNERS, candidate_rows, check_validation_data, winner_of
 from fedloom.platform.search.base import METRIC_TEXT, Interval, Metric, Scored, merit, pareto_front, winner
+from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.generations import RandomSearch
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
@@ -122,9 +123,10 @@ def model_name(number: int) -> str:
 
 def drawn(world: World, tier: int, models: int) -> list[Architecture]:
     """Distinct random architectures within the tier's bounds; fewer if there are not as many."""
-    bounds = world.tiers[tier]
-    interval, seed = Interval(bounds.lower, bounds.upper), world.config.seed_for("search")
-    return RandomSearch(world.space.options, world.cost_table, interval, seed, batch=models, budget=models).ask()
+    space, interval = world.space, Interval(world.tiers[tier].lower, world.tiers[tier].upper)
+    seed, config = world.config.seed_for("search"), SearchConfig(offspring=models)
+    problem = SearchProblem(space.options, space.genome, world.cost_table, interval, seed, models, config)
+    return RandomSearch(problem).ask()
 
 
 def best_jobs(world: World, state: RunState) -> list[EvaluationJob]:

@@ -27,8 +27,9 @@ from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.world import World, expected_macs
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner
-from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher, generations_left, try_searcher
+from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.predictors import kendall_tau
+from fedloom.platform.search.registry import build_searcher, generations_left, try_searcher
 from fedloom.platform.settings import ONE_OR_MORE, UP_TO_A_MILLION
 from fedloom.platform.spaces.capabilities import with_subspaces
 from fedloom.platform.spaces.genome import Genome

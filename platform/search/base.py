@@ -54,16 +54,6 @@ class Searcher(Protocol):
     """
 
     @property
-    def done(self) -> bool:
-        """Whether the search has ended; `ask` then returns an empty list."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why the search ended: "budget" or "exhausted" (no further architecture in the interval); "" before."""
-        ...
-
-    @property
     def history(self) -> list[Scored]:
         """All scores told so far, in order."""
         ...

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from fedloom.platform.search.base import Architecture, Interval, Scored, State, rank
+from fedloom.platform.search.base import Architecture, Scored, State, rank
+from fedloom.platform.search.config import SearchProblem
 from fedloom.platform.search.constraint import Constraint, TableConstraint, add_new
 from fedloom.platform.search.sampling import IntervalSampler, sample_new
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.genome import Genome, Ints, PlainGenome, as_array
-from fedloom.tiers.costs import CostTable
 
 FORMAT = 1
 """Version of the saved state."""
@@ -35,22 +35,18 @@ class Proposer(Protocol):
 class GenerationSearch(ABC):
     """A searcher (see `Searcher`) around a proposer that depends only on the seed.
 
-    `budget` is the number of models to score, failed ones included.
     Raises ValueError if the options are not the cost table's or a setting is out of range.
     """
 
     name: str
 
-    def __init__(self, options: Sequence[int], table: CostTable, interval: Interval, seed: int, *, budget: int) -> None:
-        expected = tuple(len(row) for row in table.options)
-        if tuple(options) != expected:
-            raise ValueError(f"options {tuple(options)} do not fit the cost table, which has {expected}")
-        self.options = expected
-        self.table = table
-        self.interval = interval
-        self.seed = seed
-        self.budget = at_least("budget", budget, 1)
-        self._sampler = IntervalSampler(table, interval)
+    def __init__(self, problem: SearchProblem) -> None:
+        expected = tuple(len(row) for row in problem.table.options)
+        if tuple(problem.options) != expected:
+            raise ValueError(f"options {tuple(problem.options)} do not fit the cost table, which has {expected}")
+        self.problem = problem
+        self.budget = at_least("budget", problem.budget, 1)
+        self._sampler = IntervalSampler(problem.table, problem.interval)
         self._clear()
 
     @abstractmethod
@@ -66,30 +62,26 @@ class GenerationSearch(ABC):
         self._pending: list[Architecture] = []
         self._history: list[Scored] = []
         self._generation = 0
-        self._reason = ""
-
-    @property
-    def done(self) -> bool:
-        return bool(self._reason)
-
-    @property
-    def reason(self) -> str:
-        return self._reason
+        self.reason = ""
+        """Why the search ended: "budget" or "exhausted" (no further architecture in the interval); "" before."""
 
     @property
     def history(self) -> list[Scored]:
+        """All scores told so far, in order."""
         return list(self._history)
 
     def ask(self) -> list[Architecture]:
-        if not self.done and not self._pending:
+        """The next generation; empty when the search has ended."""
+        if not self.reason and not self._pending:
             if self._proposer is None:
                 self._proposer = self._start()
             self._pending = self._proposer.propose(self.budget - len(self._history))
             if not self._pending:
-                self._reason = "exhausted"
+                self.reason = "exhausted"
         return list(self._pending)
 
     def tell(self, architectures: Sequence[Architecture], metrics: Sequence[float], losses: Sequence[float]) -> None:
+        """Reports the scores of the last generation, in its order."""
         if not self._pending or list(architectures) != self._pending:
             raise ValueError("tell: these are not the architectures last asked: tell exactly what ask() returned")
         if not len(metrics) == len(losses) == len(architectures):
@@ -97,38 +89,47 @@ class GenerationSearch(ABC):
                 f"tell: {len(architectures)} architectures, {len(metrics)} metrics and {len(losses)} losses: "
                 "give one metric and one loss per architecture"
             )
-        scored = [self._scored(*told) for told in zip(architectures, metrics, losses, strict=True)]
+        scored: list[Scored] = []
+        for architecture, metric, loss in zip(architectures, metrics, losses, strict=True):
+            feasible, cost = math.isfinite(metric), self.problem.table.cost(architecture)
+            value = float(metric) if feasible else math.nan
+            scored.append(Scored(architecture, value, float(loss), cost, self._generation, feasible))
         assert self._proposer is not None
         self._proposer.observe(scored)
         self._history += scored
         self._pending = []
         self._generation += 1
         if len(self._history) >= self.budget:
-            self._reason = "budget"
-
-    def _scored(self, architecture: Architecture, metric: float, loss: float) -> Scored:
-        feasible = math.isfinite(metric)
-        value = float(metric) if feasible else math.nan
-        return Scored(architecture, value, float(loss), self.table.cost(architecture), self._generation, feasible)
+            self.reason = "budget"
 
     def _identity(self) -> State:
-        costs = repr((self.table.measure, self.table.reduce, self.table.fixed, self.table.options))
+        problem, table = self.problem, self.problem.table
+        costs = repr((table.measure, table.reduce, table.fixed, table.options))
         return {
             "searcher": self.name,
-            "seed": self.seed,
-            "options": list(self.options),
-            "lower": _encode(self.interval.lower),
-            "upper": _encode(self.interval.upper),
+            "seed": problem.seed,
+            "options": list(problem.options),
+            "lower": _encode(problem.interval.lower),
+            "upper": _encode(problem.interval.upper),
             "costs": blake2b(costs.encode(), digest_size=8).hexdigest(),
             "budget": self.budget,
             **self._settings(),
         }
 
     def state(self) -> State:
-        generations = [_generation(list(told)) for _, told in groupby(self._history, key=lambda s: s.generation)]
-        return {"format": FORMAT, "identity": self._identity(), "generations": generations, "reason": self._reason}
+        """The scored generations and the settings, as JSON values."""
+        generations = [
+            {
+                "architectures": [list(s.architecture) for s in scored],
+                "metrics": [_encode(s.metric) for s in scored],
+                "losses": [_encode(s.loss) for s in scored],
+            }
+            for scored in (list(group) for _, group in groupby(self._history, key=lambda s: s.generation))
+        ]
+        return {"format": FORMAT, "identity": self._identity(), "generations": generations, "reason": self.reason}
 
     def restore(self, state: State) -> None:
+        """Restores a saved state by replaying it from the seed."""
         if state["format"] != FORMAT:
             raise ValueError(f"search state has format {state['format']}, this version reads {FORMAT}: start it anew")
         saved, present = state["identity"], self._identity()
@@ -138,19 +139,21 @@ class GenerationSearch(ABC):
             raise ValueError(f"search state belongs to another search: {changes}; resume with the saved settings")
         self._clear()
         for number, generation in enumerate(state["generations"]):
-            self._replay(number, generation)
+            recorded = [tuple(architecture) for architecture in generation["architectures"]]
+            if self.ask() != recorded:
+                raise ValueError(
+                    f"generation {number} of the search state does not replay from seed {self.problem.seed}: "
+                    "it was changed, or saved with other versions of fedloom, pymoo or numpy"
+                )
+            self.tell(recorded, [float(m) for m in generation["metrics"]], [float(x) for x in generation["losses"]])
         # The empty result of the last `ask` of an exhausted search is not saved as a generation, so ask again.
-        if state["reason"] and not self.done and self.ask():
+        if state["reason"] and not self.reason and self.ask():
             raise ValueError(f"search state says {state['reason']!r}, but the replay goes on: it was changed")
 
-    def _replay(self, number: int, generation: State) -> None:
-        recorded = [tuple(architecture) for architecture in generation["architectures"]]
-        if self.ask() != recorded:
-            raise ValueError(
-                f"generation {number} of the search state does not replay from seed {self.seed}: "
-                "it was changed, or saved with other versions of fedloom, pymoo or numpy"
-            )
-        self.tell(recorded, [float(m) for m in generation["metrics"]], [float(x) for x in generation["losses"]])
+    def _stream(self, name: str) -> np.random.Generator:
+        """A random stream of the seed and the interval."""
+        interval = self.problem.interval
+        return stream(self.problem.seed, name, repr(interval.lower), repr(interval.upper))
 
 
 def at_least(name: str, value: int, smallest: int) -> int:
@@ -160,12 +163,10 @@ def at_least(name: str, value: int, smallest: int) -> int:
     return value
 
 
-def _generation(told: list[Scored]) -> State:
-    return {
-        "architectures": [list(s.architecture) for s in told],
-        "metrics": [_encode(s.metric) for s in told],
-        "losses": [_encode(s.loss) for s in told],
-    }
+def check_share(name: str, value: float) -> None:
+    """Raises ValueError for a probability outside of 0 to 1."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}, it must be a probability between 0 and 1")
 
 
 def _encode(value: float) -> float | str:
@@ -177,29 +178,15 @@ def _encode(value: float) -> float | str:
 
 
 class RandomSearch(GenerationSearch):
-    """Distinct random architectures of the interval, `batch` at a time; see `Searcher`."""
+    """Uniform draws inside the interval, the baseline at equal budget: distinct, `offspring` at a time."""
 
     name = "random"
 
-    def __init__(
-        self,
-        options: Sequence[int],
-        table: CostTable,
-        interval: Interval,
-        seed: int,
-        *,
-        batch: int = 64,
-        budget: int = 1000,
-    ) -> None:
-        super().__init__(options, table, interval, seed, budget=budget)
-        self.batch = at_least("batch", batch, 1)
-
     def _settings(self) -> State:
-        return {"batch": self.batch}
+        return {"batch": at_least("offspring", self.problem.config.offspring, 1)}
 
     def _start(self) -> Proposer:
-        rng = stream(self.seed, "random_search", repr(self.interval.lower), repr(self.interval.upper))
-        return _RandomProposer(self._sampler, self.batch, rng)
+        return _RandomProposer(self._sampler, self.problem.config.offspring, self._stream("random_search"))
 
 
 class _RandomProposer:
@@ -218,57 +205,41 @@ class _RandomProposer:
 
 # -- NSGA-II (Deb et al. 2002), with pymoo's ask/tell interface, on integer architectures of one cost interval --------
 
-METRIC, METRIC_AND_COST = OBJECTIVES = ("metric", "metric_and_cost")
-"""What NSGA-II ranks models by."""
-
 
 class NSGA2Search(GenerationSearch):
-    """FedorAS' search (stage 2): NSGA-II inside one tier, on the metric or on metric and cost; see `Searcher`.
+    """NSGA-II (FedorAS, stage 2) inside one tier, on the metric or on metric and cost.
 
     The first generation has `population` models, each later one `offspring`, and the last is cut at the budget.
     `mutation` is the probability per gene. `objectives` is the metric alone, with the cost as a constraint (App. L and
-    the authors' code), or metric and cost (Sec. 3), which finds worse winners. `genome` draws, mutates and crosses
-    (uniformly) architectures whose decisions have several genes; a saved state stores its repr.
+    the authors' code), or metric and cost (Sec. 3), which finds worse winners. The problem's genome draws, mutates and
+    crosses (uniformly) architectures whose decisions have several genes; a saved state stores its repr.
     """
 
     name = "nsga2"
 
-    def __init__(
-        self,
-        options: Sequence[int],
-        table: CostTable,
-        interval: Interval,
-        seed: int,
-        *,
-        population: int = 128,
-        offspring: int = 64,
-        mutation: float = 0.1,
-        budget: int = 1000,
-        genome: Genome | None = None,
-        objectives: str = METRIC,
-    ) -> None:
-        super().__init__(options, table, interval, seed, budget=budget)
-        if not 0 <= mutation <= 1:
-            raise ValueError(f"mutation is {mutation}, it must be a probability between 0 and 1")
-        self.population = at_least("population", population, 2)
-        self.offspring = at_least("offspring", offspring, 1)
-        self.mutation = mutation
-        self.ranks_cost = objectives == METRIC_AND_COST
-        # None if every decision is one gene, so that earlier saved states stay valid.
-        self.genome = None if isinstance(genome, PlainGenome) else genome
+    def __init__(self, problem: SearchProblem) -> None:
+        super().__init__(problem)
+        at_least("population", problem.config.population, 2)
+        at_least("offspring", problem.config.offspring, 1)
+        check_share("mutation", problem.config.mutation)
 
     def _settings(self) -> State:
-        settings: State = {"population": self.population, "offspring": self.offspring, "mutation": self.mutation}
+        config, genome = self.problem.config, self.problem.genome
+        settings: State = {
+            "population": config.population,
+            "offspring": config.offspring,
+            "mutation": config.mutation,
+        }
         # States of before there was a choice have no word of it: both objectives.
-        settings |= {} if self.ranks_cost else {"objectives": METRIC}
-        return settings if self.genome is None else {**settings, "genome": repr(self.genome)}
+        settings |= {} if config.objectives == "metric_and_cost" else {"objectives": "metric"}
+        # Nor have states of before there were genes.
+        return settings if isinstance(genome, PlainGenome) else {**settings, "genome": repr(genome)}
 
     def _start(self) -> Proposer:
         # pymoo loads half of scipy; a run that has yet to train should not wait for it.
         from fedloom.platform.search.nsga2_proposer import NSGA2Proposer
 
-        rng = stream(self.seed, "nsga2", repr(self.interval.lower), repr(self.interval.upper))
-        return NSGA2Proposer(self, self._sampler, rng)
+        return NSGA2Proposer(self.problem, self._sampler, self._stream("nsga2"))
 
 
 # -- evolution inside a constraint (Cai et al. 2020, Once-for-All; SuperFedNAS, search stage) -------------------------
@@ -313,9 +284,19 @@ class Evolution:
         wanted = min(self.population, most)
         new: dict[Architecture, None] = {}
         if self.parents:
-            rows = as_array([s.architecture for s in self.parents])
-            self._breed(new, wanted // 2, lambda count: self._mutants(rows, count))
-            self._breed(new, wanted - wanted // 2, lambda count: self._crossed(rows, count))
+            rows, rng = as_array([s.architecture for s in self.parents]), self.rng
+
+            def mutants(count: int) -> Ints:
+                return self.genome.mutate(rows[rng.integers(len(rows), size=count)], self.mutation, rng)
+
+            def crossed(count: int) -> Ints:
+                mothers = rng.integers(len(rows), size=count)
+                # Two different parents if there are two, because crossing an architecture with itself gives it again.
+                fathers = (mothers + rng.integers(1, max(len(rows), 2), size=count)) % len(rows)
+                return self.genome.cross(rows[mothers], rows[fathers], rng)
+
+            self._breed(new, wanted // 2, mutants)
+            self._breed(new, wanted - wanted // 2, crossed)
         if len(new) < wanted:
             rest = self.constraint.sample(wanted - len(new), self.asked.union(new), self.rng)
             new.update(dict.fromkeys(rest))
@@ -336,59 +317,37 @@ class Evolution:
             if len(new) >= most or len(new) - before < USEFUL * len(children):
                 return
 
-    def _mutants(self, parents: Ints, count: int) -> Ints:
-        chosen = self.rng.integers(len(parents), size=count)
-        return self.genome.mutate(parents[chosen], self.mutation, self.rng)
-
-    def _crossed(self, parents: Ints, count: int) -> Ints:
-        mothers = self.rng.integers(len(parents), size=count)
-        # Two different parents if there are two, because crossing an architecture with itself gives the same one.
-        fathers = (mothers + self.rng.integers(1, max(len(parents), 2), size=count)) % len(parents)
-        return self.genome.cross(parents[mothers], parents[fathers], self.rng)
-
 
 class EvolutionSearch(GenerationSearch):
-    """Evolution with measured scores (SuperFedNAS without predictors); see `Searcher` and `Evolution`.
+    """Evolution by mutation and crossover of the best (OFA, SuperFedNAS), with measured scores; see `Evolution`.
 
-    `genome` mutates and crosses architectures, by default with one gene per decision; a saved state stores its repr.
+    The problem's genome mutates and crosses architectures; a saved state stores its repr.
     """
 
     name = "evolution"
 
-    def __init__(
-        self,
-        options: Sequence[int],
-        table: CostTable,
-        interval: Interval,
-        seed: int,
-        *,
-        population: int = 100,
-        parents: float = 0.25,
-        mutation: float = 0.1,
-        budget: int = 1000,
-        genome: Genome | None = None,
-    ) -> None:
-        super().__init__(options, table, interval, seed, budget=budget)
-        check_evolution(population, parents, mutation)
-        self.population, self.parents, self.mutation = population, parents, mutation
-        self.genome: Genome = genome or PlainGenome(self.options)
+    def __init__(self, problem: SearchProblem) -> None:
+        super().__init__(problem)
+        check_evolution(problem.config.population, problem.config.parents, problem.config.mutation)
 
     def _settings(self) -> State:
+        config = self.problem.config
         return {
-            "population": self.population,
-            "parents": self.parents,
-            "mutation": self.mutation,
-            "genome": repr(self.genome),
+            "population": config.population,
+            "parents": config.parents,
+            "mutation": config.mutation,
+            "genome": repr(self.problem.genome),
         }
 
     def _start(self) -> Proposer:
+        problem, config = self.problem, self.problem.config
         return Evolution(
-            self.genome,
-            TableConstraint(self.table, self.interval, self.genome),
-            stream(self.seed, "evolution", repr(self.interval.lower), repr(self.interval.upper)),
-            population=self.population,
-            parents=self.parents,
-            mutation=self.mutation,
+            problem.genome,
+            TableConstraint(problem.table, problem.interval, problem.genome),
+            self._stream("evolution"),
+            population=config.population,
+            parents=config.parents,
+            mutation=config.mutation,
         )
 
 
@@ -397,5 +356,4 @@ def check_evolution(population: int, parents: float, mutation: float) -> None:
     at_least("population", population, 2)
     if not 0 < parents <= 1:
         raise ValueError(f"parents is {parents}, it must be a share of the population in (0, 1]")
-    if not 0 <= mutation <= 1:
-        raise ValueError(f"mutation is {mutation}, it must be a probability between 0 and 1")
+    check_share("mutation", mutation)

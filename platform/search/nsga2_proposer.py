@@ -3,11 +3,10 @@
 pymoo's own discrete operators round floats and repair only some of the children; these only use integers.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pymoo.algorithms.moo.nsga2 import NSGA2
 from pymoo.core.crossover import Crossover
 from pymoo.core.duplicate import DuplicateElimination
@@ -18,24 +17,22 @@ from pymoo.core.repair import Repair
 from pymoo.core.sampling import Sampling
 from pymoo.core.termination import NoTermination
 
-from fedloom.platform.search.base import Architecture, Interval, Scored
-from fedloom.platform.search.constraint import Constraint, TableConstraint, distance
+from fedloom.platform.search.base import Architecture, Scored
+from fedloom.platform.search.config import SearchProblem
+from fedloom.platform.search.constraint import TableConstraint, distance
 from fedloom.platform.search.sampling import IntervalSampler, as_architecture, sample_new
-from fedloom.platform.spaces.genome import Genome
-from fedloom.tiers.costs import CostTable
-
-Ints = NDArray[np.int64]
+from fedloom.platform.spaces.genome import Genome, Ints, PlainGenome
 
 
-class TierSampling(Sampling):  # type: ignore[misc]
-    """Distinct random architectures of the interval; fewer than asked only if there are no more."""
+class DistinctSampling(Sampling):  # type: ignore[misc]
+    """Distinct random architectures by `draw`; fewer than asked only if there are no more."""
 
-    def __init__(self, sampler: IntervalSampler) -> None:
+    def __init__(self, draw: Callable[[int, np.random.Generator], list[Architecture]]) -> None:
         super().__init__()
-        self.sampler = sampler
+        self.draw = draw
 
     def _do(self, problem: Any, n_samples: int, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
-        new = sample_new(self.sampler, n_samples, (), random_state)
+        new = self.draw(n_samples, random_state)
         return np.array(new, dtype=np.int64).reshape(len(new), problem.n_var)
 
 
@@ -54,33 +51,6 @@ class HalfGeneCrossover(Crossover):  # type: ignore[misc]
         places = random_state.permuted(np.tile(np.arange(genes), (matings, 1)), axis=1)
         swapped = places < half
         return np.stack([np.where(swapped, X[1], X[0]), np.where(swapped, X[0], X[1])])
-
-
-class OptionMutation(Mutation):  # type: ignore[misc]
-    """Every gene changes with probability `probability` to another option, uniformly."""
-
-    def __init__(self, probability: float) -> None:
-        super().__init__(prob=1.0)
-        self.probability = probability
-
-    def _do(self, problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
-        options = np.asarray(problem.xu, dtype=np.int64) + 1
-        # A step of 1..options-1 modulo options reaches each other option with equal probability.
-        steps = random_state.integers(1, np.maximum(options, 2), size=X.shape)
-        moved = (random_state.random(X.shape) < self.probability) & (options > 1)
-        return np.where(moved, (X + steps) % options, X).astype(np.int64)
-
-
-class ConstraintSampling(Sampling):  # type: ignore[misc]
-    """Distinct random architectures inside a constraint; fewer than asked only if there are no more."""
-
-    def __init__(self, constraint: Constraint) -> None:
-        super().__init__()
-        self.constraint = constraint
-
-    def _do(self, problem: Any, n_samples: int, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
-        new = self.constraint.sample(n_samples, (), random_state)
-        return np.array(new, dtype=np.int64).reshape(len(new), problem.n_var)
 
 
 class GenomeCrossover(Crossover):  # type: ignore[misc]
@@ -178,60 +148,38 @@ class NewOnly(DuplicateElimination):  # type: ignore[misc]
         return pop[new]
 
 
-class Breeding(Protocol):
-    """What NSGA-II is given: the options per decision, costs and their interval, and its own settings."""
-
-    options: tuple[int, ...]
-    table: CostTable
-    interval: Interval
-    population: int
-    offspring: int
-    mutation: float
-    genome: Genome | None
-    ranks_cost: bool
-
-
-def _variation(search: Breeding, sampler: IntervalSampler) -> dict[str, Any]:
-    """The operators that draw, cross and mutate."""
-    if search.genome is None:
-        return {
-            "sampling": TierSampling(sampler),
-            "crossover": HalfGeneCrossover(),
-            "mutation": OptionMutation(search.mutation),
-        }
-    return {
-        "sampling": ConstraintSampling(TableConstraint(search.table, search.interval, search.genome)),
-        "crossover": GenomeCrossover(search.genome),
-        "mutation": GenomeMutation(search.genome, search.mutation),
-    }
-
-
 class NSGA2Proposer:
     """pymoo's NSGA2 with our operators; all its randomness comes from `rng`."""
 
-    def __init__(self, search: Breeding, sampler: IntervalSampler, rng: np.random.Generator) -> None:
-        self.sampler = sampler
-        self.rng = rng
+    def __init__(self, problem: SearchProblem, sampler: IntervalSampler, rng: np.random.Generator) -> None:
+        self.sampler, self.rng = sampler, rng
         self.asked: set[Architecture] = set()
         self.individuals = Population.empty()
         self.exhausted = False
-        self.ranks_cost = search.ranks_cost
-        self.algorithm = self._algorithm(search)
-
-    def _algorithm(self, search: Breeding) -> NSGA2:
+        config, genome = problem.config, problem.genome
+        self.ranks_cost = config.objectives == "metric_and_cost"
+        if isinstance(genome, PlainGenome):
+            sampling = DistinctSampling(lambda count, rng: sample_new(sampler, count, (), rng))
+            crossover = HalfGeneCrossover()
+        else:
+            constraint = TableConstraint(problem.table, problem.interval, genome)
+            sampling = DistinctSampling(lambda count, rng: constraint.sample(count, (), rng))
+            crossover = GenomeCrossover(genome)
         algorithm = NSGA2(
-            pop_size=search.population,
-            n_offsprings=search.offspring,
-            **_variation(search, self.sampler),
-            repair=IntervalRepair(self.sampler),
+            pop_size=config.population,
+            n_offsprings=config.offspring,
+            sampling=sampling,
+            crossover=crossover,
+            mutation=GenomeMutation(genome, config.mutation),
+            repair=IntervalRepair(sampler),
             eliminate_duplicates=NewOnly(self.asked),
             output=None,
         )
-        last = np.array(search.options) - 1
+        last = np.array(problem.options) - 1
         ends = {"xl": np.zeros_like(last), "xu": last, "vtype": int}
-        problem = Problem(len(last), n_obj=1 + self.ranks_cost, n_ieq_constr=1, **ends)
+        space = Problem(len(last), n_obj=1 + self.ranks_cost, n_ieq_constr=1, **ends)
         # pymoo calls default_rng on the seed, which returns a given generator unchanged.
-        return algorithm.setup(problem, termination=NoTermination(), seed=self.rng)
+        self.algorithm = algorithm.setup(space, termination=NoTermination(), seed=rng)
 
     def propose(self, most: int) -> list[Architecture]:
         """The first population or the children of the current one, at most `most`."""

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming, is_import_path
 from fedloom.platform.search.base import Architecture, Interval, Scored, pareto_front, rank
+from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.constraint import Constraint, inside_interval
-from fedloom.platform.search.generations import METRIC_AND_COST, Evolution, NSGA2Search, at_least
+from fedloom.platform.search.generations import Evolution, NSGA2Search, at_least
 from fedloom.platform.seeding import Id, stream, torch_stream
 from fedloom.platform.settings import UP_TO_A_MILLION
 from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
@@ -334,18 +335,9 @@ def predicted_front(
     Raises ValueError if the range holds no architecture or a setting is out of range.
     """
     at_least("generations", generations, 1)
-    search = NSGA2Search(
-        tuple(len(row) for row in table.options),
-        table,
-        interval,
-        int(stream(seed, "predicted_front", name).integers(2**62)),
-        population=population,
-        offspring=population,
-        mutation=mutation,
-        budget=population * generations,
-        genome=genome,
-        objectives=METRIC_AND_COST,
-    )
+    config = SearchConfig(population=population, offspring=population, mutation=mutation, objectives="metric_and_cost")
+    options, root = tuple(len(row) for row in table.options), int(stream(seed, "predicted_front", name).integers(2**62))
+    search = NSGA2Search(SearchProblem(options, genome, table, interval, root, population * generations, config))
     while candidates := search.ask():
         metrics = score(as_array(candidates)).tolist()
         search.tell(candidates, metrics, [math.nan] * len(candidates))

@@ -221,7 +221,7 @@ def test_what_fails_on_a_client_is_a_failed_row_that_names_it(
     assert rows["error"].str.startswith(expected).all()
 
 
-TWICE = """from fedloom.platform.search.config import random
+TWICE = """from fedloom.platform.search.generations import RandomSearch
 class Twice:
     def __init__(self, inner):
         self.inner = inner
@@ -232,7 +232,7 @@ class Twice:
             raise KeyError("third")
         return self.inner.ask()
 def mine(problem):
-    return Twice(random(problem))
+    return Twice(RandomSearch(problem))
 """
 
 AT_THE_SERVER = {

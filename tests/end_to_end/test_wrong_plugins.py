@@ -65,7 +65,7 @@ X = np.arange(200 * 64).reshape(200, 8, 8).astype(np.uint8)
 Y = np.arange(200) % 10
 """
 OBJECTIVE = "from fedloom.platform.clients.objectives import Objective\n"
-SEARCHER = """from fedloom.platform.search.config import random
+SEARCHER = """from fedloom.platform.search.generations import RandomSearch
 class Like:
     def __init__(self, inner):
         self.inner = inner
@@ -107,7 +107,7 @@ PLACES = {
         "method.train.shares.rule", TRAIN, "sharing", "return Shares([strength] * 4)", ELASTIC, SHARES
     ),
     "searcher": Place(
-        "method.search.searcher", "method.search.options", "problem", "return random(problem)", FEDORAS, SEARCHER
+        "method.search.searcher", "method.search.options", "problem", "return RandomSearch(problem)", FEDORAS, SEARCHER
     ),
     "predictor": Place(
         "method.search.predictor",
@@ -274,7 +274,7 @@ class mine(LocalRule):
     def merge(self, step):
         return step.mean
 """
-LIKE_RANDOM = "class Searcher(Like):\n    {}\ndef mine(problem):\n    return Searcher(random(problem))\n".format
+LIKE_RANDOM = "class Searcher(Like):\n    {}\ndef mine(problem):\n    return Searcher(RandomSearch(problem))\n".format
 
 
 def own_class(before: str, after: str) -> str:
@@ -339,7 +339,7 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
         ("return Shares([1.0] * 4, {'a': 'b'})", "the schedule a the value 'b': give numbers by their names"),
     ],
     "searcher": [
-        ("return 3", "gives int, which has no done, reason, history, ask, tell, state, restore: see fedloom"),
+        ("return 3", "gives int, which has no history, ask, tell, state, restore: see fedloom"),
         (LIKE_RANDOM("def ask(self): return None"), "ask gives None: give a list of architectures"),
         (LIKE_RANDOM("def ask(self): return [(99, 0)]"), r"ask gives \(99, 0\): give tuples of 2 whole numbers"),
         (LIKE_RANDOM("def tell(self, *told): raise KeyError('x')"), r"fails: KeyError: 'x' \(line \d+ of"),

@@ -49,10 +49,6 @@ class HillClimbing(GenerationSearch):
 
     name = "hill"
 
-    def __init__(self, problem: SearchProblem) -> None:
-        super().__init__(problem.options, problem.table, problem.interval, problem.seed, budget=problem.budget)
-        self.problem = problem
-
     def _settings(self) -> dict[str, float]:
         return {"offspring": self.problem.config.offspring, "mutation": self.problem.config.mutation}
 

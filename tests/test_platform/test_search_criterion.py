@@ -13,7 +13,8 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.search.base import Interval, in_unit, merit, pareto_front, winner
-from fedloom.platform.search.config import SEARCHERS, SearchConfig, SearchProblem, build_searcher
+from fedloom.platform.search.config import SearchConfig, SearchProblem
+from fedloom.platform.search.registry import SEARCHERS, build_searcher
 from fedloom.platform.search.targets import (
     Sample,
     Target,

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from fedloom.platform.search.base import Architecture, Interval, Scored, winner
-from fedloom.platform.search.config import SearchConfig, SearchProblem, build_searcher
+from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.constraint import TableConstraint
 from fedloom.platform.search.generations import Evolution, EvolutionSearch, NSGA2Search, RandomSearch
+from fedloom.platform.search.registry import build_searcher
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage, Floats, Genome, Ints, PlainGenome, as_array
 from fedloom.tiers.costs import CostTable
 
@@ -90,8 +91,8 @@ def test_evolution_beats_random_search_at_equal_budget(seed: int) -> None:
     optimum = metric_of(everything[inside]).max()
     best = []
     searches = (
-        EvolutionSearch(OPTIONS, TABLE, MIDDLE, seed, population=50, budget=400, genome=GENOME),
-        RandomSearch(OPTIONS, TABLE, MIDDLE, seed, budget=400),
+        EvolutionSearch(SearchProblem(OPTIONS, GENOME, TABLE, MIDDLE, seed, 400, SearchConfig(population=50))),
+        RandomSearch(SearchProblem(OPTIONS, GENOME, TABLE, MIDDLE, seed, 400, SearchConfig())),
     )
     for search in searches:
         while asked := search.ask():
@@ -121,13 +122,7 @@ def test_a_search_over_genes_replays(name: str) -> None:
         fresh(PlainGenome(OPTIONS)).restore(search.state())
 
 
-def test_nsga2_without_genes_is_what_it_was() -> None:
-    plain, default = (
-        NSGA2Search(OPTIONS, TABLE, MIDDLE, 1, population=20, offspring=10, budget=60, genome=genome)
-        for genome in (PlainGenome(OPTIONS), None)
-    )
-    for search in (plain, default):
-        while asked := search.ask():
-            search.tell(asked, metric_of(as_array(asked)).tolist(), [0.0] * len(asked))
-    assert plain.state() == default.state()
-    assert "genome" not in default.state()["identity"]
+def test_states_of_nsga2_without_genes_say_nothing_of_them() -> None:
+    config = SearchConfig(population=20, offspring=10)
+    search = NSGA2Search(SearchProblem(OPTIONS, PlainGenome(OPTIONS), TABLE, MIDDLE, 1, 60, config))
+    assert "genome" not in search.state()["identity"]

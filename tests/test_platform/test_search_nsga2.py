@@ -10,15 +10,17 @@ from pymoo.core.population import Population
 from pymoo.core.problem import Problem
 
 from fedloom.platform.search.base import Architecture, Interval, Searcher, pareto_front, winner
-from fedloom.platform.search.generations import OBJECTIVES, NSGA2Search, RandomSearch
+from fedloom.platform.search.config import SearchConfig, SearchProblem
+from fedloom.platform.search.generations import NSGA2Search, RandomSearch
 from fedloom.platform.search.nsga2_proposer import (
+    DistinctSampling,
+    GenomeMutation,
     HalfGeneCrossover,
     IntervalRepair,
     NewOnly,
-    OptionMutation,
-    TierSampling,
 )
-from fedloom.platform.search.sampling import IntervalSampler
+from fedloom.platform.search.sampling import IntervalSampler, sample_new
+from fedloom.platform.spaces.genome import PlainGenome
 from fedloom.tiers.costs import CostTable
 
 ROWS = tuple(tuple(float((7 * d + 13 * o * o) % 41) for o in range(9)) for d in range(16))
@@ -32,6 +34,11 @@ def separable(architecture: Architecture, values: np.ndarray = VALUES) -> float:
     return float(sum(values[i, o] for i, o in enumerate(architecture)))
 
 
+def problem_of(table: CostTable, interval: Interval, seed: int, budget: int, **config: Any) -> SearchProblem:
+    options = tuple(len(row) for row in table.options)
+    return SearchProblem(options, PlainGenome(options), table, interval, seed, budget, SearchConfig(**config))
+
+
 def run(searcher: Searcher, values: np.ndarray) -> None:
     while candidates := searcher.ask():
         metrics = [separable(a, values) for a in candidates]
@@ -43,11 +50,11 @@ def test_ranking_by_the_metric_alone_finds_the_best_winners() -> None:
     winners: dict[str, list[float]] = {"metric": [], "metric_and_cost": [], "random": []}
     for seed in range(8):
         values = np.random.Generator(np.random.PCG64(seed)).normal(size=(16, 9))
-        settings: dict[str, Any] = {"population": 64, "offspring": 32, "budget": 500}
         searches: dict[str, Searcher] = {
-            ranked: NSGA2Search([9] * 16, LARGE, TIER, seed, objectives=ranked, **settings) for ranked in OBJECTIVES
+            ranked: NSGA2Search(problem_of(LARGE, TIER, seed, 500, population=64, offspring=32, objectives=ranked))
+            for ranked in ("metric", "metric_and_cost")
         }
-        searches["random"] = RandomSearch([9] * 16, LARGE, TIER, seed, budget=500)
+        searches["random"] = RandomSearch(problem_of(LARGE, TIER, seed, 500))
         for name, searcher in searches.items():
             run(searcher, values)
             assert len(searcher.history) == 500
@@ -59,7 +66,7 @@ def test_ranking_by_the_metric_alone_finds_the_best_winners() -> None:
 def test_nsga2_finds_the_optimum_of_an_easy_problem() -> None:
     """Every model's metric is its cost: all lie on the front, and the best model is the largest of the tier."""
     table = CostTable("macs", 0.0, ((0.0, 1.0, 2.0),) * 8)
-    searcher = NSGA2Search([3] * 8, table, Interval(-1.0, 12.0), 0, population=32, offspring=16, budget=600)
+    searcher = NSGA2Search(problem_of(table, Interval(-1.0, 12.0), 0, 600, population=32, offspring=16))
     while candidates := searcher.ask():
         searcher.tell(candidates, [float(sum(a)) for a in candidates], [0.0] * len(candidates))
     assert winner(searcher.history).metric == 12.0
@@ -70,7 +77,7 @@ def test_nsga2_finds_the_optimum_of_an_easy_problem() -> None:
 @pytest.mark.filterwarnings("error")
 def test_nsga2_breeds_from_no_failed_model_while_there_are_sound_ones() -> None:
     """The cheapest models fail: on cost alone they would be non-dominated and crowd the population."""
-    searcher = NSGA2Search([9] * 16, LARGE, TIER, 0, population=32, offspring=16, budget=200)
+    searcher = NSGA2Search(problem_of(LARGE, TIER, 0, 200, population=32, offspring=16))
     while candidates := searcher.ask():
         failed = [LARGE.cost(a) < 380 for a in candidates]
         metrics = [math.nan if f else separable(a) for f, a in zip(failed, candidates, strict=True)]
@@ -84,7 +91,7 @@ def test_nsga2_breeds_from_no_failed_model_while_there_are_sound_ones() -> None:
 # --- operators
 
 
-def problem_of(table: CostTable) -> Problem:
+def choices_of(table: CostTable) -> Problem:
     last = np.array([len(row) - 1 for row in table.options])
     return Problem(len(last), n_obj=2, n_ieq_constr=1, xl=np.zeros_like(last), xu=last, vtype=int)
 
@@ -93,12 +100,12 @@ def test_ten_thousand_children_are_valid() -> None:
     """The tier is narrow and some operators unsupported, so that most children need repair."""
     rows = tuple((*row[:8], float("inf")) for row in ROWS)
     table, interval = CostTable("macs", 100.0, rows), Interval(420.0, 424.0)
-    sampler, problem = IntervalSampler(table, interval), problem_of(table)
+    sampler, problem = IntervalSampler(table, interval), choices_of(table)
     rng = np.random.Generator(np.random.PCG64(0))
-    parents = TierSampling(sampler)(problem, 200, random_state=rng)
+    parents = DistinctSampling(lambda n, rng: sample_new(sampler, n, (), rng))(problem, 200, random_state=rng)
     pairs = parents[rng.integers(200, size=(5_000, 2))]
     children = HalfGeneCrossover()(problem, pairs, random_state=rng)
-    children = OptionMutation(0.3)(problem, children, random_state=rng)
+    children = GenomeMutation(PlainGenome((9,) * 16), 0.3)(problem, children, random_state=rng)
     bred = children.get("X").copy()
     X = IntervalRepair(sampler)(problem, children, random_state=rng).get("X")
     assert X.shape == (10_000, 16)
@@ -138,12 +145,13 @@ def test_mutation_moves_to_every_other_option_at_its_rate() -> None:
     problem = Problem(3, n_obj=2, xl=np.zeros_like(last), xu=last, vtype=int)
     before = np.tile([2, 0, 1], (20_000, 1))
     rng = np.random.Generator(np.random.PCG64(0))
-    after = OptionMutation(0.3)(problem, Population.new("X", before.copy()), random_state=rng).get("X")
+    genome = PlainGenome((4, 1, 2))
+    after = GenomeMutation(genome, 0.3)(problem, Population.new("X", before.copy()), random_state=rng).get("X")
     shares = [np.bincount(after[:, gene], minlength=4) / 20_000 for gene in range(3)]
     assert np.allclose(shares[0], [0.1, 0.1, 0.7, 0.1], atol=0.015)
     assert shares[1].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert np.allclose(shares[2], [0.3, 0.7, 0.0, 0.0], atol=0.015)
-    still = OptionMutation(0.0)(problem, Population.new("X", before.copy()), random_state=rng).get("X")
+    still = GenomeMutation(genome, 0.0)(problem, Population.new("X", before.copy()), random_state=rng).get("X")
     assert np.array_equal(still, before)
 
 
