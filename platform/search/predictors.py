@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming, is_import_path
-from fedloom.platform.search.base import Architecture, Interval, Scored, pareto_front, rank
+from fedloom.platform.search.base import Interval, Scored, pareto_front, rank
 from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.constraint import Constraint, inside_interval
 from fedloom.platform.search.generations import Evolution, NSGA2Search, at_least
@@ -37,18 +37,13 @@ def kendall_tau(a: Values, b: Values) -> tuple[float, float]:
     """
     from scipy.stats import kendalltau  # half a second, which only evaluations need
 
-    x, y = _pairs(a, b)
-    result = kendalltau(x, y)
-    return float(result.statistic), float(result.pvalue)
-
-
-def _pairs(a: Values, b: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1 or len(x) < 2:
         raise ValueError(f"ranking needs two scorings of the same models, two at least: got {len(a)} and {len(b)}")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise ValueError("ranking needs finite scores: leave failed models out")
-    return x, y
+    result = kendalltau(x, y)
+    return float(result.statistic), float(result.pvalue)
 
 
 # -- predictors -------------------------------------------------------------------------------------------------------
@@ -67,25 +62,6 @@ Predict = Callable[[Floats], Floats]
 """Maps features (n, f) to values (n,)."""
 Fit = Callable[[Floats, Floats, torch.Generator], Predict]
 """Fits a predictor to features (n, f) and measured values (n,), with a generator for all random numbers."""
-
-
-@dataclass(frozen=True, eq=False)
-class Predictor:
-    """A three-layer MLP (two hidden ReLU layers, linear output) with standardised targets, float32 on the CPU.
-
-    `layers` holds (weight, bias) per layer. Outputs do not depend on torch's number of threads.
-    """
-
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    mean: float
-    scale: float
-
-    def __call__(self, features: Floats) -> Floats:
-        """Predicted values (n,) for features (n, features), in the unit of the values it was fitted on."""
-        with _one_thread(), torch.no_grad():
-            standard = _forward(self.layers, torch.as_tensor(features, dtype=torch.float32))
-        values: Floats = standard.numpy().astype(np.float64) * self.scale + self.mean
-        return values
 
 
 @dataclass(frozen=True)
@@ -120,7 +96,16 @@ def fit_predictor(
     Raises ValueError for fewer than ten samples, shapes that do not fit, values that are not finite, or a setting out
     of range; PluginError for a user's predictor that does not return finite values (n,).
     """
-    _check(features, values, held_out_share)
+    if features.ndim != 2 or values.shape != (len(features),):
+        raise ValueError(
+            f"a predictor needs features (n, f) and values (n,), given shapes {features.shape} and {values.shape}"
+        )
+    if len(values) < FEWEST_SAMPLES:
+        raise ValueError(f"a predictor needs at least {FEWEST_SAMPLES} samples, given {len(values)}: measure more")
+    if not (np.isfinite(features).all() and np.isfinite(values).all()):
+        raise ValueError("a predictor needs finite features and values: leave failed models out")
+    if not 0 < held_out_share < 1:
+        raise ValueError(f"held_out_share is {held_out_share}, it must lie between 0 and 1")
     generator = torch_stream(seed, "predictor", *ids)
     order = torch.randperm(len(values), generator=generator).numpy()
     num_held_out = min(max(2, round(held_out_share * len(values))), len(values) - 2)
@@ -172,19 +157,6 @@ def _checked(predict: Predict, name: str) -> Predict:
     return checked
 
 
-def _check(features: Floats, values: Floats, held_out_share: float) -> None:
-    if features.ndim != 2 or values.shape != (len(features),):
-        raise ValueError(
-            f"a predictor needs features (n, f) and values (n,), given shapes {features.shape} and {values.shape}"
-        )
-    if len(values) < FEWEST_SAMPLES:
-        raise ValueError(f"a predictor needs at least {FEWEST_SAMPLES} samples, given {len(values)}: measure more")
-    if not (np.isfinite(features).all() and np.isfinite(values).all()):
-        raise ValueError("a predictor needs finite features and values: leave failed models out")
-    if not 0 < held_out_share < 1:
-        raise ValueError(f"held_out_share is {held_out_share}, it must lie between 0 and 1")
-
-
 def mlp(
     features: Floats,
     values: Floats,
@@ -193,16 +165,43 @@ def mlp(
     hidden: Annotated[int, HIDDEN, "units per hidden layer"] = 128,
     epochs: Annotated[int, UP_TO_A_MILLION, "passes over the samples"] = 100,
 ) -> Predict:
-    """An MLP on one-hot architectures, trained by AdamW on the squared error (Cai et al. 2020, OFA)."""
+    """An MLP on one-hot architectures, trained by AdamW on the squared error (Cai et al. 2020, OFA).
+
+    Two hidden ReLU layers, standardised targets, float32 on the CPU; outputs do not depend on torch's threads.
+    """
     at_least("hidden", hidden, 1)
     at_least("epochs", epochs, 1)
     mean, scale = float(values.mean()), float(values.std()) or 1.0
     x = torch.as_tensor(features, dtype=torch.float32)
     y = torch.as_tensor((values - mean) / scale, dtype=torch.float32)
-    layers = _initial((x.shape[1], hidden, hidden, 1), generator)
+    layers: list[tuple[Tensor, Tensor]] = []
+    for inputs, outputs in itertools.pairwise((x.shape[1], hidden, hidden, 1)):  # weights as of He et al. 2015
+        weight = torch.randn(outputs, inputs, generator=generator) * math.sqrt(2 / inputs)
+        layers.append((weight.requires_grad_(), torch.zeros(outputs, requires_grad=True)))
+
+    def forward(x: Tensor) -> Tensor:
+        for weight, bias in layers[:-1]:
+            x = torch.relu(F.linear(x, weight, bias))
+        return F.linear(x, *layers[-1])[:, 0]
+
+    optimizer = torch.optim.AdamW([t for layer in layers for t in layer], lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    # Held-out samples must not be used for early stopping; instead the learning rate decays to zero.
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     with _one_thread(), torch.enable_grad():
-        _train(layers, x, y, epochs, generator)
-    return Predictor(tuple((w.detach(), b.detach()) for w, b in layers), mean, scale)
+        for _ in range(epochs):
+            for batch in torch.split(torch.randperm(len(y), generator=generator), BATCH):
+                optimizer.zero_grad()
+                F.mse_loss(forward(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            decay.step()
+
+    def predict(features: Floats) -> Floats:
+        with _one_thread(), torch.no_grad():
+            standard = forward(torch.as_tensor(features, dtype=torch.float32))
+        predicted: Floats = standard.numpy().astype(np.float64) * scale + mean
+        return predicted
+
+    return predict
 
 
 def unpredicted(features: Floats, values: Floats, generator: torch.Generator) -> Predict:
@@ -220,36 +219,6 @@ def untrained(features: Floats, values: Floats, generator: torch.Generator) -> P
 PREDICTORS: Registry[Fit] = Registry(
     "predictor", {"mlp": mlp, "none": unpredicted, "fitness": untrained}, ("features", "values", "generator")
 )
-
-
-def _initial(widths: tuple[int, ...], generator: torch.Generator) -> tuple[tuple[Tensor, Tensor], ...]:
-    """He-initialised layers (He et al. 2015) with biases of zero."""
-    layers = []
-    for inputs, outputs in itertools.pairwise(widths):
-        weight = torch.randn(outputs, inputs, generator=generator) * math.sqrt(2 / inputs)
-        layers.append((weight.requires_grad_(), torch.zeros(outputs, requires_grad=True)))
-    return tuple(layers)
-
-
-def _forward(layers: tuple[tuple[Tensor, Tensor], ...], x: Tensor) -> Tensor:
-    for weight, bias in layers[:-1]:
-        x = torch.relu(F.linear(x, weight, bias))
-    return F.linear(x, *layers[-1])[:, 0]
-
-
-def _train(
-    layers: tuple[tuple[Tensor, Tensor], ...], x: Tensor, y: Tensor, epochs: int, generator: torch.Generator
-) -> None:
-    optimizer = torch.optim.AdamW([t for layer in layers for t in layer], lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    # Held-out samples must not be used for early stopping; instead the learning rate decays to zero.
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
-    for _ in range(epochs):
-        for batch in torch.split(torch.randperm(len(y), generator=generator), BATCH):
-            optimizer.zero_grad()
-            loss = F.mse_loss(_forward(layers, x[batch]), y[batch])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        decay.step()
 
 
 @contextmanager
@@ -271,16 +240,6 @@ Score = Callable[[Ints], Floats]
 """Returns predicted metrics (n,), larger is better, of architectures (n, decisions)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PredictedCandidate:
-    """An architecture with its predicted metric, its cost, and its generation; to be verified by measurement."""
-
-    architecture: Architecture
-    metric: float
-    cost: float
-    generation: int
-
-
 def search_predicted(
     genome: Genome,
     score: Score,
@@ -293,11 +252,11 @@ def search_predicted(
     parents: float = 0.25,
     mutation: float = 0.1,
     keep: int = 10,
-) -> list[PredictedCandidate]:
+) -> list[Scored]:
     """The best `keep` distinct architectures inside the constraint, best first (SuperFedNAS, search stage).
 
-    There are fewer only if no more are inside with a finite score. The random stream is (seed, "predicted_search",
-    name).
+    Their metrics are predictions, to be verified by measurement. There are fewer only if no more are inside with a
+    finite score. The random stream is (seed, "predicted_search", name).
     Raises ValueError if no architecture is found inside the constraint, or a setting is out of range.
     """
     at_least("generations", generations, 1)
@@ -309,12 +268,21 @@ def search_predicted(
         proposed = evolution.propose(population)
         if not proposed:
             break
-        scored = _scored(proposed, score, constraint, generation)
+        rows, interval = as_array(proposed), constraint.interval
+        metrics, costs = score(rows), constraint.costs(rows)
+        # A predicted cost at the bound may round differently between batches; the reported cost decides.
+        feasible = np.isfinite(metrics) & inside_interval(costs, interval)
+        scores = zip(proposed, metrics.tolist(), costs.tolist(), feasible.tolist(), strict=True)
+        scored = [Scored(a, metric, math.nan, cost, generation, ok) for a, metric, cost, ok in scores]
         evolution.observe(scored)
         best = sorted([*best, *(s for s in scored if s.feasible)], key=rank)[:keep]
     if not evolution.asked:
-        raise ValueError(_nothing_inside(constraint, name, rng))
-    return [_candidate(s) for s in best]
+        interval = constraint.interval
+        raise ValueError(
+            f"{name}: no architecture found with a cost in ({interval.lower:g}, {interval.upper:g}]; the nearest "
+            f"reachable cost found is {constraint.nearest(rng):g}: choose another target or widen the interval"
+        )
+    return best
 
 
 def predicted_front(
@@ -328,7 +296,7 @@ def predicted_front(
     population: int = 100,
     generations: int = 50,
     mutation: float = 0.1,
-) -> list[PredictedCandidate]:
+) -> list[Scored]:
     """The Pareto front of predicted metric and cost in a cost range, by default the whole; sorted by cost (NSGA-II).
 
     The seed of the search comes from the random stream (seed, "predicted_front", name).
@@ -346,25 +314,4 @@ def predicted_front(
             f"{name}: no architecture costs {table.measure} in ({interval.lower:g}, {interval.upper:g}]; "
             f"the space reaches from {table.smallest:g} to {table.largest:g}: widen the range"
         )
-    return [_candidate(s) for s in pareto_front(search.history)]
-
-
-def _scored(proposed: Sequence[Architecture], score: Score, constraint: Constraint, generation: int) -> list[Scored]:
-    rows = as_array(proposed)
-    metrics, costs = score(rows), constraint.costs(rows)
-    # A predicted cost at the bound may round differently between batches; the reported cost decides.
-    feasible = np.isfinite(metrics) & inside_interval(costs, constraint.interval)
-    told = zip(proposed, metrics.tolist(), costs.tolist(), feasible.tolist(), strict=True)
-    return [Scored(a, metric, math.nan, cost, generation, ok) for a, metric, cost, ok in told]
-
-
-def _candidate(scored: Scored) -> PredictedCandidate:
-    return PredictedCandidate(scored.architecture, scored.metric, scored.cost, scored.generation)
-
-
-def _nothing_inside(constraint: Constraint, name: str, rng: np.random.Generator) -> str:
-    interval = constraint.interval
-    return (
-        f"{name}: no architecture found with a cost in ({interval.lower:g}, {interval.upper:g}]; "
-        f"the nearest reachable cost found is {constraint.nearest(rng):g}: choose another target or widen the interval"
-    )
+    return pareto_front(search.history)
