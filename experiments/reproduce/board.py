@@ -10,14 +10,10 @@ from typing import Any
 from fedloom.experiments.report.content import Block
 from fedloom.experiments.report.wording import ABSENT, si
 from fedloom.experiments.reproduce.claims import NOT_RUN, STATES, Verdict, in_the_paper
-from fedloom.experiments.reproduce.fields import read_yaml
-from fedloom.experiments.reproduce.files import ITEMS, item_names, load_item
-from fedloom.experiments.reproduce.outcome import outcome_of
-from fedloom.experiments.reproduce.plan import Asked, parts_of
+from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, PAPER, SCALES, SMALL, Item, read_yaml
+from fedloom.experiments.reproduce.outcome import Outcome, outcome_of
+from fedloom.experiments.reproduce.plan import Asked, missing_data, parts_of
 from fedloom.experiments.reproduce.records import record_of
-from fedloom.experiments.reproduce.schema import HOUR_S, PAPER, SCALES, SMALL, Item
-from fedloom.experiments.reproduce.settings import missing_data
-from fedloom.experiments.reproduce.table import Outcome
 
 WORK = ITEMS / "work.yaml"
 """The MACs of all runs of each item and scale, as `work_facts` counts them; a test keeps the file up to date."""
@@ -45,9 +41,14 @@ class Entry:
 
 
 def entries(
-    results: Path, items: Sequence[Item], tell: Callable[[str], None], *, counting: bool = True, recorded: bool = False
+    results: Path,
+    items: Sequence[Item],
+    tell: Callable[[str], None] | None,
+    *,
+    counting: bool = True,
+    recorded: bool = False,
 ) -> list[Entry]:
-    """The items with what their own runs in this folder show; `tell` is called with what is being looked at.
+    """The items with what their own runs in this folder show; `tell`, if any, is called with what is being looked at.
 
     Without `counting`, what needs no training has no outcome: to count all of it takes minutes the first time. With
     `recorded`, what fedloom keeps of its own runs stands for items of which nothing is run here.
@@ -55,17 +56,12 @@ def entries(
     found = []
     for item in items:
         scales = item.scales if item.needs_runs or counting else ()
-        if scales:
+        if scales and tell is not None:
             tell(f"looking at {item.name}")
         found.append(
             Entry(item, {scale: outcome_of(item, Asked(scale), results, recorded=recorded) for scale in scales})
         )
     return found
-
-
-def all_items() -> list[Item]:
-    """The items of all papers."""
-    return [load_item(name) for name in item_names()]
 
 
 # -- what an item needs -----------------------------------------------------------------------------------------------
@@ -98,7 +94,7 @@ UNKNOWN = Need(None, (), ())
 @cache
 def counted_work() -> Mapping[str, Mapping[str, float]]:
     """The MACs by item and scale of the runs that are the item's own."""
-    known: Mapping[str, Mapping[str, float]] = read_yaml(WORK) if WORK.exists() else {}
+    known: Mapping[str, Mapping[str, float]] = read_yaml(WORK.read_text()) if WORK.exists() else {}
     return known
 
 

@@ -9,8 +9,23 @@ import numpy as np
 
 from fedloom.experiments.analysis.compare import difference
 from fedloom.experiments.analysis.seeds import estimate
+from fedloom.experiments.reproduce.items import (
+    AtLeast,
+    AtMost,
+    Band,
+    Check,
+    Claim,
+    Close,
+    Combined,
+    Comparison,
+    Greater,
+    Item,
+    Less,
+    Monotone,
+    Operand,
+    Spot,
+)
 from fedloom.experiments.reproduce.measure import NOTHING, Measured, at, combined, paired
-from fedloom.experiments.reproduce.schema import Check, Claim, Combined, Item, Operand, Published, Spot
 
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_RUN = "shown", "not shown", "contradicted", "not run"
 STATES = (CONTRADICTED, NOT_RUN, NOT_SHOWN, SHOWN)
@@ -89,8 +104,7 @@ def verdict(claim: Claim, measured: Mapping[str, Measured], item: Item, settings
         state = NOT_RUN
     else:
         state = SHOWN if states == {SHOWN} else NOT_SHOWN
-        missing = [replace(f, state=NOT_SHOWN) if f.state == NOT_RUN else f for f in findings]
-        findings = missing
+        findings = [replace(f, state=NOT_SHOWN) if f.state == NOT_RUN else f for f in findings]
     return Verdict(claim, state, tuple(findings))
 
 
@@ -104,32 +118,26 @@ def in_the_paper(claim: Claim, item: Item) -> str:
 
 def as_published(item: Item) -> dict[str, Measured]:
     """The published numbers as if they had been counted; ratios and differences that were not published follow."""
-    found: dict[str, Measured] = {}
+    quantities: dict[str, Measured] = {}
     for name, quantity in item.quantities.items():
         values = {spot: {0: number.value} for spot, number in quantity.published.items()}
         if not values and isinstance(quantity.source, Combined):
-            found[name] = combined(quantity.source, found)
+            quantities[name] = combined(quantity.source, quantities)
         else:
-            found[name] = Measured(values, is_exact=True)
-    return found
+            quantities[name] = Measured(values, is_exact=True)
+    return quantities
 
 
 def interval_at(quantity: Measured, spot: Spot) -> Interval | None:
     """The mean of a quantity at a spot, with its interval over seeds; None if it has no value there."""
-    values = quantity.values.get(spot, {})
-    return _of_one([*values.values()], quantity.is_exact)
-
-
-def _of_one(values: Sequence[float], is_exact: bool) -> Interval | None:
-    known = [value for value in values if math.isfinite(value)]
-    found = estimate(known)
-    if found is None:
+    mean = estimate([value for value in quantity.values.get(spot, {}).values() if math.isfinite(value)])
+    if mean is None:
         return None
-    if is_exact:
-        return Interval(found.mean, found.mean, found.mean, 0)
-    if found.half_width is None:
-        return Interval(found.mean, None, None, found.runs)
-    return Interval(found.mean, found.mean - found.half_width, found.mean + found.half_width, found.runs)
+    if quantity.is_exact:
+        return Interval(mean.mean, mean.mean, mean.mean, 0)
+    if mean.half_width is None:
+        return Interval(mean.mean, None, None, mean.runs)
+    return Interval(mean.mean, mean.mean - mean.half_width, mean.mean + mean.half_width, mean.runs)
 
 
 def _of_pairs(pairs: Sequence[tuple[float, float]], is_exact: bool) -> Interval | None:
@@ -138,29 +146,57 @@ def _of_pairs(pairs: Sequence[tuple[float, float]], is_exact: bool) -> Interval 
     if not known:
         return None
     first, second = (np.array(side) for side in zip(*known, strict=True))
-    found = difference(first, second, paired=True)
+    mean = difference(first, second, paired=True)
     if is_exact:
-        return Interval(found.difference, found.difference, found.difference, 0)
-    return Interval(found.difference, found.low, found.high, len(known))
+        return Interval(mean.difference, mean.difference, mean.difference, 0)
+    return Interval(mean.difference, mean.low, mean.high, len(known))
 
 
 # -- the kinds of checks ----------------------------------------------------------------------------------------------
 
 
 def _findings(check: Check, measured: Mapping[str, Measured], item: Item, settings: Sequence[str]) -> Iterator[Finding]:
-    if check.kind == "monotone":
-        yield from _monotone(check, measured, settings)
-        return
     quantity = _operand(measured, check.operand)
-    other = _operand(measured, check.other) if check.other is not None else None
+    if isinstance(check, Monotone):
+        yield from _monotone(check, quantity, settings)
+        return
     for spot in _spots(check, quantity, settings):
-        if check.kind in ("greater", "less", "close"):
-            assert other is not None, "read with the check"
+        if isinstance(check, Comparison):
+            other = _operand(measured, check.other)
             pairs = [*paired(quantity, other, spot).values()]
             interval = _of_pairs(pairs, quantity.is_exact and other.is_exact)
         else:
             interval = interval_at(quantity, spot)
-        yield _judged(check, spot, interval, item)
+        setting = spot[0] if check.operand.setting is None else check.operand.setting
+        place = spot[1] if check.operand.place is None else check.operand.place
+        published = item.quantities[check.operand.quantity].published.get((setting, place))
+        bounds = _bounds(check, published.value if published else None)
+        if interval is None:
+            yield Finding(spot, NOT_RUN, None, NO_VALUE)
+        elif bounds is None:
+            yield Finding(spot, NOT_RUN, interval, "no published number")
+        else:
+            yield _within(spot, interval, *bounds)
+
+
+def _bounds(check: Check, published: float | None) -> tuple[float, float] | None:
+    """The least and the greatest number with which a check holds; None if they depend on what was not published."""
+    match check:
+        case Greater(by=number) | AtLeast(value=number):
+            return number, math.inf
+        case Less(by=number):
+            return -math.inf, -number
+        case AtMost(value=number):
+            return -math.inf, number
+        case Close(within=number):
+            return -number, number
+        case Band(target=target, tolerance=(size, is_share)):
+            middle = published if target is None else target
+            if middle is None:
+                return None
+            half = abs(middle) * size if is_share else size
+            return middle - half, middle + half
+    raise AssertionError(f"{check} has no bounds")
 
 
 def _operand(measured: Mapping[str, Measured], operand: Operand) -> Measured:
@@ -169,53 +205,19 @@ def _operand(measured: Mapping[str, Measured], operand: Operand) -> Measured:
 
 def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Spot]:
     """Where a check is made: in all its settings, at all places with values; a setting without any is one spot."""
-    wanted = _settings(check, quantity, settings)
-    found: list[Spot] = []
-    for setting in wanted:
-        places = [place for own, place in quantity.values if own == setting]
+    spots: list[Spot] = []
+    for setting in _settings(check, quantity, settings):
+        places = [place for of_setting, place in quantity.values if of_setting == setting]
         if check.operand.place is None:
             places = [*check.places] or places
-        found += [(setting, place) for place in dict.fromkeys(places)] or [(setting, "")]
-    return found
+        spots += [(setting, place) for place in dict.fromkeys(places)] or [(setting, "")]
+    return spots
 
 
 def _settings(check: Check, quantity: Measured, settings: Sequence[str]) -> list[str]:
     """The settings of a check; "" for a quantity that names its own, as the difference of two settings does."""
     is_fixed = check.operand.setting is not None or {setting for setting, _ in quantity.values} == {""}
     return [""] if is_fixed else [*(check.settings or settings)]
-
-
-def _judged(check: Check, spot: Spot, interval: Interval | None, item: Item) -> Finding:
-    if interval is None:
-        return Finding(spot, NOT_RUN, None, NO_VALUE)
-    bounds = _bounds(check, spot, item)
-    if bounds is None:
-        return Finding(spot, NOT_RUN, interval, "no published number")
-    return _within(spot, interval, *bounds)
-
-
-def _bounds(check: Check, spot: Spot, item: Item) -> tuple[float, float] | None:
-    """The least and the greatest number with which the check holds; None if it depends on what was not published."""
-    number = check.number
-    if check.kind == "band":
-        target = _target(check, spot, item) if number is None else number
-        if target is None:
-            return None
-        half = abs(target) * check.tolerance if check.relative else check.tolerance
-        return target - half, target + half
-    assert number is not None, "only a band's target is published"
-    if check.kind in ("greater", "at_least"):
-        return number, math.inf
-    if check.kind == "less":
-        return -math.inf, -number
-    return (-math.inf, number) if check.kind == "at_most" else (-number, number)
-
-
-def _target(check: Check, spot: Spot, item: Item) -> float | None:
-    setting = check.operand.setting if check.operand.setting is not None else spot[0]
-    place = check.operand.place if check.operand.place is not None else spot[1]
-    found: Published | None = item.quantities[check.operand.quantity].published.get((setting, place))
-    return found.value if found else None
 
 
 def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Finding:
@@ -225,7 +227,7 @@ def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Fi
     """
     if interval.low is None or interval.high is None:
         return Finding(spot, NOT_SHOWN, interval, FEW_SEEDS)
-    if _is_nothing(interval, least, greatest):
+    if interval.low == interval.high == 0 and (least, greatest) in ((0, math.inf), (-math.inf, 0)):
         return Finding(spot, NOT_SHOWN, interval, "no difference")
     if least <= interval.low and interval.high <= greatest:
         return Finding(spot, SHOWN, interval)
@@ -234,23 +236,20 @@ def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Fi
     return Finding(spot, NOT_SHOWN, interval, "the interval crosses the limit")
 
 
-def _is_nothing(interval: Interval, least: float, greatest: float) -> bool:
-    return interval.low == interval.high == 0 and (least, greatest) in ((0, math.inf), (-math.inf, 0))
-
-
-def _monotone(check: Check, measured: Mapping[str, Measured], settings: Sequence[str]) -> Iterator[Finding]:
+def _monotone(check: Monotone, quantity: Measured, settings: Sequence[str]) -> Iterator[Finding]:
     """Each step of the order as a paired difference, in every setting or at every place that is not ordered."""
-    whole = _operand(measured, check.operand)
     by_settings = check.along == "settings"
-    others = [place for _, place in whole.values] if by_settings else _settings(check, whole, settings)
-    if by_settings and check.places:
-        others = [*check.places]
+    if by_settings:
+        others = [*check.places] or [place for _, place in quantity.values]
+    else:
+        others = _settings(check, quantity, settings)
     for other in dict.fromkeys(others) or [""]:
         for before, after in pairwise(check.order):
-            steps = [(step, other) if by_settings else (other, step) for step in (before, after)]
-            first, second = (Measured({("", ""): whole.values.get(s, {})}, whole.is_exact) for s in steps)
-            interval = _of_pairs([*paired(second, first, ("", "")).values()], whole.is_exact)
-            spot = (f"{before} to {after}", other) if by_settings else (other, f"{before} to {after}")
+            spots = [(step, other) if by_settings else (other, step) for step in (before, after)]
+            first, second = (Measured({("", ""): quantity.values.get(s, {})}, quantity.is_exact) for s in spots)
+            interval = _of_pairs([*paired(second, first, ("", "")).values()], quantity.is_exact)
+            step = f"{before} to {after}"
+            spot = (step, other) if by_settings else (other, step)
             if interval is None:
                 yield Finding(spot, NOT_RUN, None, NO_VALUE)
             else:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -10,7 +11,6 @@ from fedloom.experiments.report.content import rich_block
 from fedloom.experiments.report.pages import ReportFiles
 from fedloom.experiments.reproduce.board import (
     Entry,
-    all_items,
     board_json,
     claims_block,
     entries,
@@ -19,14 +19,17 @@ from fedloom.experiments.reproduce.board import (
     papers,
     summary_block,
 )
-from fedloom.experiments.reproduce.files import load_given
-from fedloom.experiments.reproduce.outcome import outcome_of
-from fedloom.experiments.reproduce.plan import Asked, Part, asked, parts_before, parts_of
-from fedloom.experiments.reproduce.recording import check_recordable, record
-from fedloom.experiments.reproduce.schema import Item
-from fedloom.experiments.reproduce.settings import missing_data
-from fedloom.experiments.reproduce.table import Outcome, blocks, outcome_json
+from fedloom.experiments.reproduce.items import Item, all_items, load_given
+from fedloom.experiments.reproduce.outcome import Outcome, blocks, outcome_json, outcome_of
+from fedloom.experiments.reproduce.plan import Asked, Part, asked, missing_data, parts_before, parts_of, planned
+from fedloom.experiments.reproduce.records import check_recordable, record
+from fedloom.experiments.store.ablations import FOLDER, PLAN, Ablation
+from fedloom.experiments.store.trials import FAILED, FINAL, trial_states
 from fedloom.experiments.terminal import OK, complain, console, of_run_end, tell_at_once, write_json
+from fedloom.platform.results.copies import check_results
+
+if TYPE_CHECKING:
+    from fedloom.experiments.ablation.at_work import AblationView, Place
 
 DONE, INTERRUPTED = "done", "interrupted"
 """Ends of an ablation."""
@@ -47,8 +50,8 @@ def run_command(args: Namespace) -> int:
     if args.recorded and not args.show:
         raise ValueError("--recorded is for what runs nothing: give --show, --list or --scoreboard with it")
     if len(names) != 1:
-        given = f"{len(names)} items were given ({', '.join(names)}): " if names else ""
-        raise ValueError(f"{given}give one item, such as fedoras/tab6; fedloom reproduce --list shows all")
+        said = f"{len(names)} items were given ({', '.join(names)}): " if names else ""
+        raise ValueError(f"{said}give one item, such as fedoras/tab6; fedloom reproduce --list shows all")
     item = load_given(names[0])
     wanted = asked(item, overrides)
     if args.recorded and not wanted.is_own:
@@ -56,30 +59,30 @@ def run_command(args: Namespace) -> int:
     if args.record:
         check_recordable(item, wanted)
     kind = run_item(item, wanted, args.results, as_json=args.json) if item.needs_runs and not args.show else DONE
-    kept = record(item, wanted, args.results) if args.record and kind == DONE else None
-    show(outcome_of(item, wanted, args.results, recorded=args.recorded), kept, as_json=args.json)
-    if args.record and kept is None:
+    file = record(item, wanted, args.results) if args.record and kind == DONE else None
+    _show(outcome_of(item, wanted, args.results, recorded=args.recorded), file, as_json=args.json)
+    if args.record and file is None:
         complain(f"nothing was recorded, as the runs ended so: {kind}")
     return of_run_end(kind)
 
 
 def _overview(items: Sequence[Item], args: Namespace) -> int:
     """Shows items with what they need, or their claims, with `--out` also as a page, whose figures take a minute."""
-    tell = _silent if args.json or args.list else tell_at_once
-    found = entries(args.results, items, tell, counting=args.scoreboard, recorded=args.recorded)
-    files = _page(found, args.results, args.out) if args.out is not None else None
+    tell = None if args.json or args.list else tell_at_once
+    board = entries(args.results, items, tell, counting=args.scoreboard, recorded=args.recorded)
+    files = _page(board, args.results, args.out) if args.out is not None else None
     if args.json:
-        places = {} if files is None else {"html": str(files.html), "markdown": str(files.markdown)}
-        write_json({**board_json(found), **places})
+        paths = {} if files is None else {"html": str(files.html), "markdown": str(files.markdown)}
+        write_json({**board_json(board), **paths})
         return OK
     screen = console()
-    shown = [list_block(found)]
+    blocks_shown = [list_block(board)]
     if args.scoreboard:
-        shown = [summary_block(found), *(claims_block(found, paper) for paper in papers(found))]
-    for block in shown:
+        blocks_shown = [summary_block(board), *(claims_block(board, paper) for paper in papers(board))]
+    for block in blocks_shown:
         screen.print(rich_block(block, stacked=False))
         screen.print()
-    for sentence in missing_sentences(found):
+    for sentence in missing_sentences(board):
         screen.print(Text(sentence, style="yellow"))
     if args.scoreboard and files is None:
         screen.print("as a page with figures: --out FOLDER")
@@ -88,14 +91,10 @@ def _overview(items: Sequence[Item], args: Namespace) -> int:
     return OK
 
 
-def _silent(_text: str) -> None:
-    """Tells nothing."""
-
-
-def _page(found: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
+def _page(board: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
     from fedloom.experiments.reproduce.page import write_page  # imports matplotlib
 
-    return write_page(found, results, out)
+    return write_page(board, results, out)
 
 
 def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
@@ -104,25 +103,25 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
     Raises ValueError, which says which file goes where, if no part has its data.
     """
     from fedloom.experiments.ablation.view import TerminalView
-    from fedloom.experiments.reproduce.driver import run_part  # imports torch and Ray, which no table needs
 
     parts = parts_of(item, wanted)
-    lacking: dict[str, str] = {}
+    missing: dict[str, str] = {}
     for part in parts:  # what starts from runs that lack data lacks it, too
-        before = (lacking[other.ablation_id] for other in parts_before(part.scale, parts))
-        lacking[part.ablation_id] = next(filter(None, before), "") or _lacking(part, wanted)
-    there = [part for part in parts if not lacking[part.ablation_id]]
-    problems = list(dict.fromkeys(filter(None, lacking.values())))
-    if not there:
+        before = (missing[other.ablation_id] for other in parts_before(part.scale, parts))
+        missing[part.ablation_id] = next(filter(None, before), "") or _missing(part, wanted)
+    problems = list(dict.fromkeys(filter(None, missing.values())))
+    if all(missing.values()):
         raise ValueError(f"{item.name}: {'; '.join(problems)}")
     for problem in problems:
-        _left_out(problem)
+        complain(f"left out: {problem}")
     ends: dict[str, str] = {}
-    for part in there:
-        before_it = (ends[other.ablation_id] for other in parts_before(part.scale, parts))
-        if (end := next((end for end in before_it if end != DONE), DONE)) != DONE:
+    for part in parts:
+        if missing[part.ablation_id]:
+            continue
+        ends_before = (ends[other.ablation_id] for other in parts_before(part.scale, parts))
+        if (end := next((end for end in ends_before if end != DONE), DONE)) != DONE:
             ends[part.ablation_id] = end
-            _left_out(f"{', '.join(part.scale.settings)}: not all runs are done from which they start")
+            complain(f"left out: {', '.join(part.scale.settings)}: not all runs are done from which they start")
             continue
         view = TerminalView(quiet=as_json)
         try:
@@ -134,18 +133,51 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
     return next((end for end in ends.values() if end != DONE), DONE)
 
 
-def _left_out(what: str) -> None:
-    complain(f"left out: {what}")
-
-
-def _lacking(part: Part, wanted: Asked) -> str:
+def _missing(part: Part, wanted: Asked) -> str:
     return missing_data(part.dataset, [*part.scale.overrides, *wanted.free])
 
 
-def show(outcome: Outcome, kept: Path | None, *, as_json: bool) -> None:
+def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "AblationView") -> str:
+    """Runs what is not done of a part; what was killed goes on from its last checkpoint, what failed is tried again.
+
+    Returns how it ended: done, failed, infrastructure or interrupted. Raises ValueError for a configuration that cannot
+    run, before anything is written, and if another process runs it.
+    """
+    # These import torch and Ray, which no table needs.
+    from fedloom.experiments.ablation.at_work import Place, check_idle, kind_of
+    from fedloom.experiments.ablation.in_process import is_serial, run_in_process
+    from fedloom.experiments.ablation.plan import planned_ablation
+
+    place = Place(str(results), check_results(str(results)))
+    is_new = not (place.root / FOLDER / part.ablation_id / PLAN).exists()
+    if is_new:
+        ablation = planned(item, part, wanted, results)
+    else:
+        ablation = planned_ablation(place.root, part.ablation_id, wanted.free)
+        check_idle(ablation, place.root)
+    if is_new or any(state.state not in FINAL for state in trial_states(place.root, ablation)):
+        run = run_in_process if is_serial(ablation) else _run_on_ray
+        run(ablation, place, view, is_new=is_new)
+    return kind_of(trial_states(place.root, ablation))
+
+
+def _run_on_ray(ablation: Ablation, place: "Place", view: "AblationView", *, is_new: bool) -> None:
+    from fedloom.experiments.ablation.launch import resume_ablation, retry_failed, start_ablation
+
+    if is_new:
+        start_ablation(ablation, place.results, view)
+        return
+    states = {state.state for state in trial_states(place.root, ablation)}
+    if states - {*FINAL, "failed", "refused"}:
+        resume_ablation(ablation, place.results, view)
+    if any(state.state in FAILED for state in trial_states(place.root, ablation)):
+        retry_failed(ablation, place.results, view)
+
+
+def _show(outcome: Outcome, file: Path | None, *, as_json: bool) -> None:
     """Prints the tables of an item and where its values were kept, or one JSON object."""
     if as_json:
-        write_json({**outcome_json(outcome), **({} if kept is None else {"kept": str(kept)})})
+        write_json({**outcome_json(outcome), **({} if file is None else {"kept": str(file)})})
         return
     screen = console()
     for block in blocks(outcome):
@@ -154,5 +186,5 @@ def show(outcome: Outcome, kept: Path | None, *, as_json: bool) -> None:
             screen.print()
     for sentence in outcome.missing:
         screen.print(Text(sentence, style="yellow"))
-    if kept is not None:
-        screen.print(Text(f"kept in {kept}"))
+    if file is not None:
+        screen.print(Text(f"kept in {file}"))

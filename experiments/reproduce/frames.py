@@ -1,10 +1,17 @@
-"""Frames that only items read: subnets with names that every scale has, personalisation gains, and searched cells."""
+"""The frames that quantities are read from, and how rows of a run become a number."""
+
+import math
+from collections.abc import Callable, Mapping
 
 import pandas as pd
 
-from fedloom.experiments.analysis.silos import latest_architectures, p_matrix, personalisation_gains
+from fedloom.experiments.analysis.clients import fairness
+from fedloom.experiments.analysis.outcomes import per_model
+from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
+from fedloom.experiments.analysis.silos import latest_architectures, p_matrix, per_silo, personalisation_gains
 from fedloom.experiments.analysis.subnets import SEARCHED, labels_of, subnets
-from fedloom.experiments.analysis.tables import RUN_KEY, Tables, requires
+from fedloom.experiments.analysis.tables import RUN_KEY, Tables, by_stage, requires
+from fedloom.experiments.analysis.tiers import PERPLEXITY, hypervolume, pareto, per_tier, perplexity_of
 
 SMALLEST, LARGEST = "smallest", "largest"
 
@@ -55,3 +62,53 @@ def cells(tables: Tables) -> pd.DataFrame:
         found.append((*key, len(halves), *different))
     columns = [*RUN_KEY, "silos", "distinct", "distinct_normal", "distinct_reduction"]
     return pd.DataFrame(found, columns=columns)
+
+
+FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
+    "models": per_model,
+    "tiers": per_tier,
+    "fairness": fairness,
+    "fairness_in_perplexity": lambda tables: fairness(tables, PERPLEXITY),
+    "silos": per_silo,
+    "subnets": subnets_by_size,
+    "gains": gains,
+    "cells": cells,
+    "communication": communication,
+    "communication_by_kind": lambda tables: communication_by_kind(communication(tables)),
+    "candidates": pareto,
+    "hypervolume": hypervolume,
+    "convergence": convergence,
+    "rounds": lambda tables: by_stage(tables.rounds),
+    "clients": lambda tables: by_stage(tables.clients),
+    "evaluations": lambda tables: by_stage(tables.evaluations),
+}
+"""The frames that a quantity may be read from; their docstrings say which columns they have."""
+OF_VALIDATION = ("candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind")
+"""Frames without a value on test data."""
+
+
+def _only_one(values: "pd.Series[float]") -> float:
+    if len(values) > 1:
+        raise ValueError(f"{len(values)} rows of one run and place: choose one by where, or give reduce")
+    return float(values.iloc[0])
+
+
+REDUCTIONS: Mapping[str, Callable[["pd.Series[float]"], float]] = {
+    "one": _only_one,
+    "mean": lambda values: math.fsum(values) / len(values),
+    "std": lambda values: float(values.std(ddof=0)),
+    "min": lambda values: float(values.min()),
+    "max": lambda values: float(values.max()),
+    "sum": math.fsum,
+    "first": lambda values: float(values.iloc[0]),
+    "last": lambda values: float(values.iloc[-1]),
+    "count": lambda values: float(len(values)),
+}
+"""How several rows of one run and place become one number; `one` refuses several."""
+
+CONVERSIONS: Mapping[str, Callable[[float], float]] = {
+    "none": lambda value: value,
+    "perplexity": perplexity_of,
+    "error": lambda accuracy: 1.0 - accuracy,
+}
+"""Functions of a number that a table holds."""

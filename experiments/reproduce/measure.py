@@ -1,64 +1,23 @@
 """Measures the quantities of an item: from the tables of its runs that are done, by counting, or from two others."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pandas as pd
 from scipy.stats import kendalltau
 
-from fedloom.experiments.analysis.clients import fairness
-from fedloom.experiments.analysis.outcomes import per_model
-from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
-from fedloom.experiments.analysis.silos import per_silo
-from fedloom.experiments.analysis.tables import Tables, by_stage
-from fedloom.experiments.analysis.tiers import PERPLEXITY, hypervolume, pareto, per_tier, perplexity_of
-from fedloom.experiments.reproduce.counted import OF_DATA, fact, facts_of, stood_in
-from fedloom.experiments.reproduce.frames import cells, gains, subnets_by_size
-from fedloom.experiments.reproduce.schema import ONLY, Combined, Counted, Item, Operand, Quantity, Read, Scale, Spot
-from fedloom.experiments.reproduce.settings import dataset_of, missing_data, overrides_of
-
-FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
-    "models": per_model,
-    "tiers": per_tier,
-    "fairness": fairness,
-    "fairness_in_perplexity": lambda tables: fairness(tables, PERPLEXITY),
-    "silos": per_silo,
-    "subnets": subnets_by_size,
-    "gains": gains,
-    "cells": cells,
-    "communication": communication,
-    "communication_by_kind": lambda tables: communication_by_kind(communication(tables)),
-    "candidates": pareto,
-    "hypervolume": hypervolume,
-    "convergence": convergence,
-    "rounds": lambda tables: by_stage(tables.rounds),
-    "clients": lambda tables: by_stage(tables.clients),
-    "evaluations": lambda tables: by_stage(tables.evaluations),
-}
-"""The frames that a quantity may be read from; their docstrings say which columns they have."""
-
-REDUCTIONS: Mapping[str, Callable[["pd.Series[float]"], float]] = {
-    "one": lambda values: _only_one(values),
-    "mean": lambda values: math.fsum(values) / len(values),
-    "std": lambda values: float(values.std(ddof=0)),
-    "min": lambda values: float(values.min()),
-    "max": lambda values: float(values.max()),
-    "sum": math.fsum,
-    "first": lambda values: float(values.iloc[0]),
-    "last": lambda values: float(values.iloc[-1]),
-    "count": lambda values: float(len(values)),
-}
-"""How several rows of one run and place become one number; `one` refuses several."""
-
-CONVERSIONS: Mapping[str, Callable[[float], float]] = {
-    "none": lambda value: value,
-    "perplexity": perplexity_of,
-    "error": lambda accuracy: 1.0 - accuracy,
-}
-"""Functions of a number that a table holds."""
+from fedloom.experiments.analysis.ablation import load_ablation
+from fedloom.experiments.analysis.tables import Tables, only
+from fedloom.experiments.reproduce.counting import OF_DATA, SIZES, fact, facts_of
+from fedloom.experiments.reproduce.frames import CONVERSIONS, FRAMES, REDUCTIONS
+from fedloom.experiments.reproduce.items import ONLY, Combined, Counted, Item, Operand, Read, Scale, Spot
+from fedloom.experiments.reproduce.plan import AXIS, Part, missing_data
+from fedloom.experiments.store.ablations import FOLDER, PLAN, read_ablation
+from fedloom.experiments.store.trials import FINAL, trial_states
 
 Values = Mapping[Spot, Mapping[int, float]]
 """A quantity by spot and seed."""
@@ -83,125 +42,93 @@ class Runs:
     places: Mapping[str, tuple[str, int]]
 
 
+def done_runs(part: Part, results: Path) -> Runs | None:
+    """The tables of a part's trials that are done; None if none is."""
+    folder = results / FOLDER / part.ablation_id
+    if not (folder / PLAN).exists():
+        return None
+    done = [s.trial for s in trial_states(results, read_ablation(folder)) if s.state in FINAL]
+    if not done:
+        return None
+    _, tables = load_ablation(results, part.ablation_id)
+    places = {trial.run_id: (str(trial.setting[AXIS]), trial.seed) for trial in done}
+    return Runs(only(tables, [*places]), places)
+
+
 def measured(
-    item: Item, scale: Scale, runs: Iterable[Runs], kept: Mapping[str, Values] = MappingProxyType({})
+    item: Item, scale: Scale, runs: Sequence[Runs], known: Mapping[str, Values] = MappingProxyType({})
 ) -> dict[str, Measured]:
     """Every quantity of an item that can be measured, by name; those without a value are empty.
 
-    `kept` are values that were read from runs, or counted, before; these are neither read nor counted again.
+    `known` are values that were read from runs, or counted, before; these are neither read nor counted again.
     """
-    sources, frames, facts = list(runs), _Frames(), _CountedFacts(scale)
-    found: dict[str, Measured] = {}
-    for quantity in item.quantities.values():
+
+    @cache
+    def frame(index: int, name: str) -> pd.DataFrame:
+        return FRAMES[name](runs[index].tables)
+
+    quantities: dict[str, Measured] = {}
+    for name, quantity in item.quantities.items():
         source = quantity.source
-        if quantity.name in kept:
-            found[quantity.name] = Measured(kept[quantity.name], is_exact=isinstance(source, Counted))
+        if name in known:
+            quantities[name] = Measured(known[name], is_exact=isinstance(source, Counted))
         elif isinstance(source, Read):
-            found[quantity.name] = _of_runs(item, quantity, source, sources, frames)
+            values: dict[Spot, dict[int, float]] = {}
+            try:
+                for index, each in enumerate(runs):
+                    for spot, seed, value in _read(source, frame(index, source.frame), each.places):
+                        values.setdefault(spot, {})[seed] = value
+            except ValueError as error:
+                raise ValueError(f"{item.name}: {name}: {error}") from error
+            quantities[name] = Measured(values)
         elif isinstance(source, Counted):
-            found[quantity.name] = facts.of(source)
+            quantities[name] = _counted(source, scale)
         elif isinstance(source, Combined):
-            found[quantity.name] = combined(source, found)
-    return found
+            quantities[name] = combined(source, quantities)
+    return quantities
 
 
-class _Frames:
-    """The frames of tables, each made once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int], pd.DataFrame] = {}
-
-    def of(self, name: str, runs: Runs) -> pd.DataFrame:
-        key = (name, id(runs.tables))
-        if key not in self._known:
-            self._known[key] = FRAMES[name](runs.tables)
-        return self._known[key]
-
-
-def _of_runs(item: Item, quantity: Quantity, read: Read, sources: Iterable[Runs], frames: _Frames) -> Measured:
-    values: dict[Spot, dict[int, float]] = {}
-    for runs in sources:
-        try:
-            for setting, place, seed, value in _read(read, frames.of(read.frame, runs), runs.places):
-                values.setdefault((setting, place), {})[seed] = value
-        except ValueError as error:
-            raise ValueError(f"{item.name}: {quantity.name}: {error}") from error
-    return Measured(values)
-
-
-def _read(
-    read: Read, frame: pd.DataFrame, places: Mapping[str, tuple[str, int]]
-) -> Iterator[tuple[str, str, int, float]]:
-    """The values of a quantity as (setting, place, seed, value); ValueError for a column that is not there."""
+def _read(read: Read, frame: pd.DataFrame, places: Mapping[str, tuple[str, int]]) -> Iterator[tuple[Spot, int, float]]:
+    """The values of a quantity by spot and seed; ValueError for a column that is not there."""
     for column in (read.value, *read.where, *([read.place] if read.place else [])):
         if column not in frame.columns:
             raise ValueError(f"{read.frame} has no column {column!r}; it has {', '.join(map(str, frame.columns))}")
     rows = frame[frame["run_id"].isin(list(places))]
     for column, wanted in read.where.items():
-        rows = rows[_is_one_of(rows[column], wanted)]
+        is_wanted = rows[column].isin([value for value in wanted if value is not None])
+        rows = rows[is_wanted | rows[column].isna() if None in wanted else is_wanted]
     rows = rows.dropna(subset=[read.value])
     by = ["run_id", read.place] if read.place else ["run_id"]
     for key, group in rows.astype(dict.fromkeys(by, object)).groupby(by, sort=False):
         setting, seed = places[str(key[0])]
         value = CONVERSIONS[read.convert or "none"](REDUCTIONS[read.reduce](group[read.value].astype("float64")))
-        yield setting, str(key[1]) if read.place else ONLY, seed, value * read.times
+        yield (setting, str(key[1]) if read.place else ONLY), seed, value * read.times
 
 
-def _is_one_of(column: "pd.Series[Any]", wanted: tuple[Any, ...]) -> "pd.Series[bool]":
-    known = [value for value in wanted if value is not None]
-    found = column.isin(known)
-    return found | column.isna() if len(known) < len(wanted) else found
-
-
-def _only_one(values: "pd.Series[float]") -> float:
-    if len(values) > 1:
-        raise ValueError(f"{len(values)} rows of one run and place: choose one by where, or give reduce")
-    return float(values.iloc[0])
-
-
-class _CountedFacts:
-    """The facts of a scale's settings, each counted once."""
-
-    def __init__(self, scale: Scale) -> None:
-        self._scale = scale
-        self._known: dict[tuple[str, str], Mapping[str, Any]] = {}
-
-    def of(self, counted: Counted) -> Measured:
-        """A fact in all settings, as the exact value of the first seed."""
-        values = {
-            (setting, place): {self._scale.seeds[0]: value * counted.times}
-            for setting in self._scale.settings
-            if not lacking(counted, self._scale, setting)
-            for place, value in fact(self._facts(counted.facts, setting), counted.value).items()
-        }
-        return Measured(values, is_exact=True)
-
-    def _facts(self, name: str, setting: str) -> Mapping[str, Any]:
-        key = (name, setting)
-        if key not in self._known:
-            self._known[key] = facts_of(name, overrides_of(self._scale, setting))
-        return self._known[key]
+def _counted(counted: Counted, scale: Scale) -> Measured:
+    """A fact in all settings, as the exact value of the first seed."""
+    values = {
+        (setting, place): {scale.seeds[0]: value * counted.times}
+        for setting in scale.settings
+        if not lacking(counted, scale, setting)
+        for place, value in fact(facts_of(counted.facts, scale.overrides_of(setting)), counted.value).items()
+    }
+    return Measured(values, is_exact=True)
 
 
 def lacking(counted: Counted, scale: Scale, setting: str) -> str:
     """The data that has to be there to count this in a setting, and where it belongs; empty if nothing is missing."""
-    dataset = dataset_of(scale, setting)
-    if counted.facts not in OF_DATA or stood_in(dataset):
-        return ""
-    return missing_data(dataset, scale.overrides)
+    dataset = scale.dataset_of(setting)
+    return missing_data(dataset, scale.overrides) if counted.facts in OF_DATA and dataset not in SIZES else ""
 
 
 # -- two quantities ---------------------------------------------------------------------------------------------------
 
 
-TAU = "tau"
-"""Kendall's rank correlation of two quantities over the places of a setting."""
-
-
 def combined(source: Combined, known: Mapping[str, Measured]) -> Measured:
     """The ratio or the difference of two quantities, or their rank correlation over places, seed by seed."""
     first, second = (at(known.get(o.quantity, NOTHING), o) for o in (source.first, source.second))
-    if source.kind == TAU:
+    if source.kind == "tau":
         return _rank_correlation(first, second)
     values: dict[Spot, dict[int, float]] = {}
     for spot in first.values:

@@ -1,19 +1,60 @@
-"""What is known of an item in a results folder: nothing is run or written."""
+"""What is known of an item in a results folder, and its tables: published, measured and their difference, and claims.
 
-from collections.abc import Iterator, Sequence
+Nothing is run or written.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from fedloom.experiments.analysis.ablation import load_ablation
-from fedloom.experiments.analysis.tables import only
-from fedloom.experiments.reproduce.claims import verdict
-from fedloom.experiments.reproduce.measure import Runs, lacking, measured
-from fedloom.experiments.reproduce.plan import AXIS, Asked, Part, parts_of
+from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.wording import ABSENT
+from fedloom.experiments.reproduce.claims import Interval, Verdict, in_the_paper, interval_at, spot_name, verdict
+from fedloom.experiments.reproduce.items import PAPER, Counted, Item, Published, Scale, Spot
+from fedloom.experiments.reproduce.measure import NOTHING, Measured, done_runs, lacking, measured
+from fedloom.experiments.reproduce.plan import Asked, Part, missing_data, parts_of
 from fedloom.experiments.reproduce.records import Record, record_file, record_of, recorded_counts
-from fedloom.experiments.reproduce.schema import Counted, Item, Scale
-from fedloom.experiments.reproduce.settings import missing_data
-from fedloom.experiments.reproduce.table import Outcome, rows_of
 from fedloom.experiments.store.ablations import FOLDER, PLAN, read_ablation
 from fedloom.experiments.store.trials import FINAL, counted, trial_states
+
+
+@dataclass(frozen=True)
+class Row:
+    """A quantity at one spot."""
+
+    quantity: str
+    unit: str
+    spot: Spot
+    published: Published | None
+    measured: Interval | None
+    is_measurable: bool = True
+
+    @property
+    def difference(self) -> float | None:
+        """Measured less published, if both are known."""
+        return None if self.published is None or self.measured is None else self.measured.mean - self.published.value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known of an item at a scale: rows, verdicts, and what its runs still lack.
+
+    Attributes:
+        is_own: whether the runs are the item's own, and not changed by the command line.
+        missing: sentences about data that is not there and runs that are not done.
+        runs: how many of its runs are done, and how many there are.
+        record: what the values were kept in; None if they are from runs in the results folder.
+    """
+
+    item: Item
+    scale: str
+    is_own: bool
+    rows: tuple[Row, ...]
+    verdicts: tuple[Verdict, ...]
+    missing: tuple[str, ...] = ()
+    runs: tuple[int, int] = (0, 0)
+    record: Record | None = None
 
 
 def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = False) -> Outcome:
@@ -24,39 +65,37 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     """
     scale = asked.of(item.scales[asked.scale])
     parts = parts_of(item, asked) if item.needs_runs else []
-    runs = [found for part in parts if (found := done_runs(part, results)) is not None]
+    runs = [done for part in parts if (done := done_runs(part, results)) is not None]
     record = record_of(item, asked) if recorded and not runs else None
     is_old = recorded and not runs and record is None and record_file(item, asked.scale).exists()
     old = [f"{record_file(item, asked.scale)} does not count: it is of other runs"] if is_old else []
     planned = sum(part.num_runs for part in parts)
     if record is not None:
         parts = _not_in(record, parts)
-    kept = {**recorded_counts(item, scale, asked)} if recorded else {}
-    values = measured(item, scale, runs, kept if record is None else {**kept, **record.values})
-    claims = [claim for claim in item.claims if asked.scale in claim.scales]
+    known = recorded_counts(item, scale, asked) if recorded else {}
+    values = measured(item, scale, runs, known if record is None else {**known, **record.values})
     return Outcome(
         item=item,
         scale=asked.scale,
         is_own=asked.is_own,
-        rows=tuple(rows_of(item, scale, values)),
-        verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in claims),
+        rows=tuple(_rows(item, scale, values)),
+        verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in item.claims_at(asked.scale)),
         missing=tuple(dict.fromkeys([*_lacks(item, scale, parts, results, asked.free), *old])),
-        runs=(sum(len(found.places) for found in runs), planned),
+        runs=(sum(len(done.places) for done in runs), planned),
         record=record,
     )
 
 
-def done_runs(part: Part, results: Path) -> Runs | None:
-    """The tables of a part's trials that are done; None if none is."""
-    folder = results / FOLDER / part.ablation_id
-    if not (folder / PLAN).exists():
-        return None
-    done = [s.trial for s in trial_states(results, read_ablation(folder)) if s.state in FINAL]
-    if not done:
-        return None
-    _, tables = load_ablation(results, part.ablation_id)
-    places = {trial.run_id: (str(trial.setting[AXIS]), trial.seed) for trial in done}
-    return Runs(only(tables, [*places]), places)
+def _rows(item: Item, scale: Scale, measured: Mapping[str, Measured]) -> Iterator[Row]:
+    """The quantities at all spots at which they are published or measured, the scale's settings first."""
+    for name, quantity in item.quantities.items():
+        values = measured.get(name, NOTHING)
+        spots = dict.fromkeys([*quantity.published, *values.values])
+        settings = [*scale.settings, *(setting for setting, _ in spots if setting not in scale.settings)]
+        places = [*dict.fromkeys(place for _, place in spots)]
+        for spot in sorted(spots, key=lambda spot: (settings.index(spot[0]), places.index(spot[1]))):
+            numbers = quantity.published.get(spot), interval_at(values, spot)
+            yield Row(name, quantity.unit, spot, *numbers, is_measurable=quantity.source is not None)
 
 
 def _not_in(record: Record, parts: list[Part]) -> list[Part]:
@@ -71,26 +110,156 @@ def _lacks(item: Item, scale: Scale, parts: Sequence[Part], results: Path, free:
     if item.missing:
         yield item.missing
         return
-    yield from _missing(parts, results, free)
-    yield from _not_countable(item, scale)
-
-
-def _not_countable(item: Item, scale: Scale) -> Iterator[str]:
-    """The data without which something of an item cannot be counted."""
-    sources = [q.source for q in item.quantities.values() if isinstance(q.source, Counted)]
-    found = (lacking(source, scale, setting) for source in sources for setting in scale.settings)
-    return filter(None, found)
-
-
-def _missing(parts: Sequence[Part], results: Path, free: Sequence[str]) -> Iterator[str]:
-    """What the runs still lack: data, or trials."""
     for part in parts:
         folder = results / FOLDER / part.ablation_id
         if (folder / PLAN).exists():
             states = trial_states(results, read_ablation(folder))
             if any(state.state not in FINAL for state in states):
                 yield f"{part.dataset}: {counted(states)} ({part.ablation_id})"
-        elif lacking := missing_data(part.dataset, [*part.scale.overrides, *free]):
-            yield lacking
+        elif no_data := missing_data(part.dataset, [*part.scale.overrides, *free]):
+            yield no_data
         else:
             yield f"{part.dataset}: {part.num_runs} trials are not begun"
+    for quantity in item.quantities.values():
+        if isinstance(quantity.source, Counted):
+            yield from filter(None, (lacking(quantity.source, scale, setting) for setting in scale.settings))
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def blocks(outcome: Outcome) -> list[Block]:
+    """The numbers and the claims as tables."""
+    cells = [
+        (
+            judged.claim.text,
+            judged.state,
+            in_the_paper(judged.claim, outcome.item),
+            outcome.item.missing or judged.reason,
+        )
+        for judged in outcome.verdicts
+    ]
+    heads = ("claim", "state", "in the paper", "where and why")
+    return [*number_blocks(outcome), Block("Claims", (), heads, tuple(cells), labels=4)]
+
+
+def number_blocks(outcome: Outcome) -> Iterator[Block]:
+    """A table per set of places, with these as columns; three lines per quantity and setting."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in outcome.rows:
+        lines.setdefault((row.quantity, row.spot[0]), []).append(row)
+    settings = outcome.item.scales[outcome.scale].settings
+    by_places: dict[tuple[str, ...], list[list[Row]]] = {}
+    for (_, setting), rows in lines.items():
+        # What only the paper has is left out at another scale; "" is the setting of what compares two settings.
+        if outcome.scale == PAPER or setting in (*settings, ""):
+            by_places.setdefault(tuple(row.spot[1] for row in rows), []).append(rows)
+    texts: tuple[str, ...] = _about(outcome)
+    for places, groups in by_places.items():
+        heads = ("quantity", "setting", "", *(place or "value" for place in places))
+        cells = tuple(line for rows in groups for line in _cells(rows, outcome))
+        yield Block(f"{outcome.item.name}: {outcome.item.title}", texts, heads, cells, labels=3)
+        texts = ()
+
+
+def _about(outcome: Outcome) -> tuple[str, ...]:
+    """Where the numbers are from."""
+    item, scale = outcome.item, outcome.item.scales[outcome.scale]
+    if item.missing:
+        return tuple(filter(None, (f"{item.source}. Published numbers alone: it cannot be run here.", item.note)))
+    changed = "" if outcome.is_own else ", changed by the command line"
+    intervals = "mean ± 95 % interval over seeds; sd: the paper's standard deviation" if item.needs_runs else "counted"
+    intervals += f"; values {outcome.record.text}" if outcome.record else ""
+    first = f"{item.source}. Scale: {outcome.scale} ({scale.experiment}{changed}). Measured: {intervals}."
+    return (first, item.note) if item.note else (first,)
+
+
+def _cells(rows: Sequence[Row], outcome: Outcome) -> Iterator[tuple[str, ...]]:
+    """The lines of a quantity in a setting: published, measured, difference, as far as there are numbers.
+
+    Levels of another scale, with other data and fewer rounds, have no difference from the published ones.
+    """
+    name = f"{rows[0].quantity} ({rows[0].unit})" if rows[0].unit else rows[0].quantity
+    kinds = [
+        ("published", [_published_text(row.published) for row in rows]),
+        ("measured", [_interval_text(row.measured) for row in rows]),
+        ("difference", [_difference(row.difference) for row in rows] if outcome.scale == PAPER else []),
+    ]
+    for kind, texts in kinds:
+        if any(text != ABSENT for text in texts) or (kind == "measured" and rows[0].is_measurable):
+            yield (name, rows[0].spot[0], kind, *texts)
+            name = ""
+
+
+def _published_text(number: Published | None) -> str:
+    """A published number as the paper gives it."""
+    if number is None:
+        return ABSENT
+    return _text(number.value) if number.std is None else f"{_text(number.value)} (sd {_text(number.std)})"
+
+
+def _interval_text(interval: Interval | None) -> str:
+    """A mean with its interval; a number alone if it was counted, or comes from fewer than three seeds."""
+    if interval is None:
+        return ABSENT
+    if interval.low is None or interval.high is None:
+        return f"{_text(interval.mean)} ({'one seed' if interval.seeds == 1 else 'two seeds'})"
+    half = (interval.high - interval.low) / 2
+    return f"{_text(interval.mean)} ± {_text(half)}" if half else _text(interval.mean)  # costs: the same in all seeds
+
+
+def _difference(value: float | None) -> str:
+    return ABSENT if value is None else f"{'+' if value > 0 else ''}{_text(value)}"
+
+
+def _text(value: float) -> str:
+    """Four significant digits, without an exponent where numbers are of everyday size."""
+    if value and not 1e-3 <= abs(value) < 1e9:
+        return f"{value:.3e}"
+    digits = max(0, 3 - len(str(int(abs(value)))) + (1 if abs(value) >= 1 else 2))
+    return f"{value:,.{min(digits, 4)}f}"
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """All numbers and verdicts, for `--json`."""
+    return {
+        "item": outcome.item.name,
+        "title": outcome.item.title,
+        "source": outcome.item.source,
+        "scale": outcome.scale,
+        "changed": not outcome.is_own,
+        "recorded": outcome.record.text if outcome.record else None,
+        "rows": [
+            {
+                "quantity": row.quantity,
+                "unit": row.unit,
+                "setting": row.spot[0],
+                "place": row.spot[1],
+                "published": None if row.published is None else asdict(row.published),
+                "measured": None if row.measured is None else asdict(row.measured),
+                "difference": row.difference,
+            }
+            for row in outcome.rows
+        ],
+        "claims": [_claim_json(outcome.item, judged) for judged in outcome.verdicts],
+        "missing": [*outcome.missing],
+        "runs": {"done": outcome.runs[0], "planned": outcome.runs[1]},
+    }
+
+
+def _claim_json(item: Item, judged: Verdict) -> dict[str, Any]:
+    return {
+        "claim": judged.claim.text,
+        "state": judged.state,
+        "reason": judged.reason,
+        "in_the_paper": in_the_paper(judged.claim, item),
+        "findings": [
+            {
+                "where": spot_name(finding.spot),
+                "state": finding.state,
+                "reason": finding.reason,
+                "interval": None if finding.interval is None else asdict(finding.interval),
+            }
+            for finding in judged.findings
+        ],
+    }

@@ -1,9 +1,15 @@
 """The scoreboard as one page: claims with their states, figures with published and measured points, and numbers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from fedloom.experiments.report.content import Block, Content, Picture
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from fedloom.experiments.report.content import Content, Picture
+from fedloom.experiments.report.drawing import LEGEND, MARKERS, SERIES, quiet, tint
 from fedloom.experiments.report.pages import ReportFiles, write_content
 from fedloom.experiments.reproduce.board import (
     Entry,
@@ -13,48 +19,110 @@ from fedloom.experiments.reproduce.board import (
     papers,
     summary_block,
 )
-from fedloom.experiments.reproduce.figures import picture
-from fedloom.experiments.reproduce.schema import SCALES
-from fedloom.experiments.reproduce.table import Outcome, number_blocks
+from fedloom.experiments.reproduce.items import SCALES
+from fedloom.experiments.reproduce.outcome import Outcome, Row, number_blocks
 from fedloom.platform.results.store import output_folder
+
+MOST_PANELS, MOST_SETTINGS = 4, 7
+ROOM = 32
+"""Letters that fit below a panel side by side."""
+SHIFT, APART = 0.2, 0.04
+"""Distance between two settings' points at one place, and half of that from published to measured, in places."""
 
 
 def write_page(found: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
     """Writes report.html, report.md, tables.tex and the figures into the folder."""
-    folder = output_folder(results, out, "reports/scoreboard")
-    return write_content(content(found), folder, ())
-
-
-def content(found: Sequence[Entry]) -> Content:
-    """The page: what is shown, of which paper, and by which numbers."""
-    measured = [outcome for entry in found for outcome in _measured(entry)]
-    return Content(
+    outcomes = [entry.outcomes[scale] for entry in found for scale in SCALES if scale in entry.outcomes]
+    measured = [outcome for outcome in outcomes if any(row.measured is not None for row in outcome.rows)]
+    content = Content(
         title="What the papers claim, and what is shown here",
         runs=(),
         missing=tuple(missing_sentences(found)),
         blocks=(
             summary_block(found),
             *(block for paper in papers(found) if (block := claims_block(found, paper)).rows),
-            *_numbers(measured),
+            *(block for outcome in measured for block in number_blocks(outcome)),
             list_block(found),
         ),
-        pictures=_pictures(measured),
+        pictures=(drawn for outcome in measured if (drawn := picture(outcome)) is not None),
     )
+    return write_content(content, output_folder(results, out, "reports/scoreboard"), ())
 
 
-def _measured(entry: Entry) -> list[Outcome]:
-    """The outcomes with at least one measured number."""
-    outcomes = [entry.outcomes[scale] for scale in SCALES if scale in entry.outcomes]
-    return [outcome for outcome in outcomes if any(row.measured is not None for row in outcome.rows)]
+def picture(outcome: Outcome) -> Picture | None:
+    """The quantities of an item by place, or by setting if they have one value each; None if nothing was measured."""
+    names = dict.fromkeys(row.quantity for row in outcome.rows if row.measured is not None)
+    panels = [[row for row in outcome.rows if row.quantity == name] for name in names]
+    if not panels:
+        return None
+    shown = panels[:MOST_PANELS]
+    figure = Figure(figsize=(4.6 * len(shown), 3.8), layout="constrained")
+    looks = _looks(shown)
+    for axes, rows in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        _panel(axes, rows, looks)
+    named = dict.fromkeys(s for rows in shown if not _is_by_setting(rows) for s in _settings(rows))
+    if len(named) > 1:
+        dots = [Line2D([], [], color=looks[s][0], marker=looks[s][1], linestyle="", label=s) for s in named]
+        figure.legend(handles=dots, loc="outside lower center", ncols=min(len(dots), 2 * len(shown)), **LEGEND)
+    item = outcome.item
+    left_out = (
+        f" {len(panels) - MOST_PANELS} further quantities are in the tables." if len(panels) > MOST_PANELS else ""
+    )
+    caption = (
+        f"{item.source}, at the {outcome.scale} scale. Filled: measured, with the 95 % interval over seeds. Hollow: "
+        f"published, with the paper's standard deviation.{left_out}"
+        + (f" Values {outcome.record.text}." if outcome.record else "")
+    )
+    name = f"{item.name.replace('/', '-')}-{outcome.scale}"
+    return Picture(name, f"{item.name}: {item.title}", caption, figure)
 
 
-def _numbers(measured: Sequence[Outcome]) -> Iterator[Block]:
-    for outcome in measured:
-        yield from number_blocks(outcome)
+Looks = Mapping[str, tuple[str, str]]
+"""Colour and marker by setting."""
 
 
-def _pictures(measured: Sequence[Outcome]) -> Iterator[Picture]:
-    for outcome in measured:
-        drawn = picture(outcome)
-        if drawn is not None:
-            yield drawn
+def _settings(rows: Sequence[Row]) -> list[str]:
+    """The settings of a panel, in which something was measured."""
+    return list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))[:MOST_SETTINGS]
+
+
+def _is_by_setting(rows: Sequence[Row]) -> bool:
+    """Whether there is one value per setting, so that settings stand where others have places."""
+    settings = _settings(rows)
+    return all(row.spot[1] == "" for row in rows if row.spot[0] in settings)
+
+
+def _looks(panels: Sequence[Sequence[Row]]) -> Looks:
+    """The same look for a setting in all panels."""
+    settings = dict.fromkeys(setting for rows in panels for setting in _settings(rows))
+    return {s: (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)]) for n, s in enumerate(settings)}
+
+
+def _panel(axes: Axes, rows: Sequence[Row], looks: Looks) -> None:
+    """A panel of one quantity: places from left to right, a colour per setting."""
+    settings = _settings(rows)
+    by_setting = _is_by_setting(rows)
+    rows = [row for row in rows if row.spot[0] in settings]
+    places = list(dict.fromkeys(row.spot[1] for row in rows))
+    names = settings if by_setting else places
+    for number, setting in enumerate(settings):
+        colour, marker = looks[setting]
+        shift = 0.0 if by_setting else min(SHIFT, 0.8 / len(settings)) * (number - (len(settings) - 1) / 2)
+        for row in (row for row in rows if row.spot[0] == setting):
+            _point(axes, names.index(row.spot[0 if by_setting else 1]) + shift, row, colour, marker)
+    is_long = max(map(len, names)) * len(names) > ROOM
+    axes.set_xticks(range(len(names)), names, rotation=30 if is_long else 0, ha="right" if is_long else "center")
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    quiet(axes, title=rows[0].quantity, ylabel=rows[0].unit)
+
+
+def _point(axes: Axes, x: float, row: Row, colour: str, marker: str) -> None:
+    if row.published is not None:
+        std = row.published.std or 0.0
+        style: dict[str, Any] = {"marker": marker, "color": tint(colour), "markerfacecolor": "white", "zorder": 2}
+        axes.errorbar([x - APART], [row.published.value], yerr=[std], capsize=0, linestyle="", **style)
+    if row.measured is not None:
+        found = row.measured
+        low, high = (found.mean if bound is None else bound for bound in (found.low, found.high))
+        spread = [[found.mean - low], [high - found.mean]]
+        axes.errorbar([x + APART], [found.mean], yerr=spread, capsize=3, linestyle="", marker=marker, color=colour)

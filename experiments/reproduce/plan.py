@@ -3,18 +3,16 @@
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.reproduce.schema import EXPERIMENT, SCALES, Item, Scale
-from fedloom.experiments.reproduce.settings import part_of
-from fedloom.experiments.reproduce.starts import started_from, starts_of
+from fedloom.experiments.reproduce.items import EXPERIMENT, SCALES, SMALL, START_FROM, Item, Scale, check_seeds
 from fedloom.experiments.runs.overrides import override_text
 from fedloom.experiments.runs.presets import PRESET
-from fedloom.experiments.store.ablations import Ablation, trial_id
+from fedloom.experiments.store.ablations import Ablation, Trial, trial_id
 
 AXIS = "setting"
 """The one axis of an item's ablations."""
@@ -65,43 +63,23 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
 
     Without `scale` it is small, which a laptop can do, or the only scale that the item has.
     """
-    given = {o.partition("=")[0]: o.partition("=")[2] for o in overrides if o.partition("=")[0] in (SCALE, SEEDS)}
-    scale = given.get(SCALE, SCALES[-1])
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale}: there are {' and '.join(SCALES)}")
-    scale = item.scale_for(scale)
-    seeds = _seeds(given[SEEDS]) if SEEDS in given else ()
-    rest = [o for o in overrides if o.partition("=")[0] not in (SCALE, SEEDS)]
-    _check_changes(item, item.scales[scale], rest)
-    free = tuple(o for o in rest if _is_free(o.partition("=")[0]))
-    return Asked(
-        scale=scale,
-        changes=tuple(o for o in rest if o not in free),
-        free=free,
-        seeds=() if seeds == item.scales[scale].seeds else seeds,
-    )
-
-
-def _is_free(key: str) -> bool:
-    from fedloom.platform.runs.run import free_on_resume  # imports torch
-
-    return free_on_resume(key)
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    numbers = found if isinstance(found, list) else [found]
-    if not numbers or any(type(n) is not int or n < 0 for n in numbers) or len({*numbers}) < len(numbers):
-        raise ValueError(f"seeds={text}: give different whole numbers from 0, such as [1,2,3]")
-    return tuple(numbers)
-
-
-def _check_changes(item: Item, scale: Scale, overrides: Sequence[str]) -> None:
+    words = {o.partition("=")[0]: o.partition("=")[2] for o in overrides if o.partition("=")[0] in (SCALE, SEEDS)}
+    scale_name = words.get(SCALE, SMALL)
+    if scale_name not in SCALES:
+        raise ValueError(f"scale={scale_name}: there are {' and '.join(SCALES)}")
+    scale_name = item.scale_for(scale_name)
+    scale = item.scales[scale_name]
+    seeds: tuple[int, ...] = ()
+    if SEEDS in words:
+        try:
+            value = json.loads(words[SEEDS])
+        except ValueError:
+            value = words[SEEDS]
+        seeds = tuple(value if isinstance(value, list) else [value])
+        check_seeds(seeds)
+    others = [o for o in overrides if o.partition("=")[0] not in (SCALE, SEEDS)]
     varied = {key for changes in scale.settings.values() for key in changes}
-    for override in overrides:
+    for override in others:
         key, equals, _ = override.lstrip("+").partition("=")
         if not equals:
             raise ValueError(f"{override!r} is not of the form key=value")
@@ -110,6 +88,13 @@ def _check_changes(item: Item, scale: Scale, overrides: Sequence[str]) -> None:
         if key in ("seed", "results"):
             advice = "seeds=[1,2]" if key == "seed" else "--results FOLDER"
             raise ValueError(f"{override}: give {advice} instead")
+    free: tuple[str, ...] = ()
+    if others:
+        from fedloom.platform.runs.run import free_on_resume  # imports torch
+
+        free = tuple(o for o in others if free_on_resume(o.partition("=")[0]))
+    changes = tuple(o for o in others if o not in free)
+    return Asked(scale_name, changes, free, () if seeds == scale.seeds else seeds)
 
 
 def parts_of(item: Item, asked_for: Asked) -> list[Part]:
@@ -120,18 +105,18 @@ def parts_of(item: Item, asked_for: Asked) -> list[Part]:
     groups: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for setting, changes in scale.settings.items():
         others = {key: value for key, value in changes.items() if key != EXPERIMENT}
-        groups.setdefault(part_of(scale, setting), {})[setting] = others
-    found: list[Part] = []
+        groups.setdefault(scale.part_of(setting), {})[setting] = others
+    parts: list[Part] = []
     for (run_by, preset, dataset), settings in groups.items():
-        own = replace(scale, experiment=preset, settings=settings)
-        before = [part.ablation_id for part in parts_before(own, found)]
-        found.append(Part(dataset, _ablation_id(run_by, asked_for.scale, own, before), own))
-    return found
+        of_part = replace(scale, experiment=preset, settings=settings)
+        before = [part.ablation_id for part in parts_before(of_part, parts)]
+        parts.append(Part(dataset, _ablation_id(run_by, asked_for.scale, of_part, before), of_part))
+    return parts
 
 
 def parts_before(scale: Scale, parts: Iterable[Part]) -> list[Part]:
     """The parts from whose runs those of a scale start."""
-    settings = {*starts_of(scale).values()}
+    settings = {*scale.starts.values()}
     return [part for part in parts if settings & {*part.scale.settings}]
 
 
@@ -178,18 +163,47 @@ def planned(item: Item, part: Part, asked_for: Asked, results: Path) -> Ablation
     )
     common = [*asked_for.free, f"results={override_text(str(results))}"]
     plan = plan_of(item.name.replace("/", "-"), config, common, given=item.name, ablation_id=part.ablation_id)
-    starts = starts_of(scale)
+    starts = scale.starts
     if not starts:
         return plan
-    runs = {key: run for other in parts_of(item, asked_for) for key, run in runs_of(other).items()}
-    trials = (
-        started_from(trial, runs[starts[name], trial.seed]) if (name := str(trial.setting[AXIS])) in starts else trial
+    run_ids = {
+        (name, seed): trial_id(other.ablation_id, index)
+        for other in parts_of(item, asked_for)
+        for index, (name, seed) in enumerate(itertools.product(other.scale.settings, other.scale.seeds))
+    }
+    trials = [
+        _started_from(trial, run_ids[starts[name], trial.seed])
+        if (name := str(trial.setting[AXIS])) in starts
+        else trial
         for trial in plan.trials
-    )
+    ]
     return replace(plan, trials=tuple(trials))
 
 
-def runs_of(part: Part) -> dict[tuple[str, int], str]:
-    """The ids of a part's runs by setting and seed."""
-    pairs = itertools.product(part.scale.settings, part.scale.seeds)
-    return {pair: trial_id(part.ablation_id, index) for index, pair in enumerate(pairs)}
+def _started_from(trial: Trial, run_id: str) -> Trial:
+    """The trial with a run in the place of the setting's name; its override is what repeats it by hand."""
+    section, _, key = START_FROM.partition(".")
+    config = {**trial.config, section: {**trial.config[section], key: run_id}}
+    overrides = [f"{START_FROM}={run_id}" if o.startswith(f"{START_FROM}=") else o for o in trial.overrides]
+    return replace(trial, config=config, overrides=tuple(overrides))
+
+
+def missing_data(dataset: str, overrides: Sequence[str] = ()) -> str:
+    """What is missing of a data set of fedloom's on this machine, and where it belongs; empty if nothing is.
+
+    `overrides` may say where the originals lie (`data.root=FOLDER`).
+    """
+    from fedloom.platform.data.config import DataConfig
+    from fedloom.platform.data.sources import DATASETS
+
+    known: Mapping[str, Any] = DATASETS.known
+    root = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("data.root=")), None)
+    if dataset not in known or dataset in ("folder", "npz") or "data.download=true" in overrides:
+        return ""
+    config = DataConfig(dataset=dataset)
+    config.root = root if root is not None else config.root
+    try:
+        known[dataset](config)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -6,20 +6,21 @@ A file per item and scale in the paper's folder `recorded`: JSON with values by 
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.reproduce.fields import read_yaml
-from fedloom.experiments.reproduce.files import ITEMS
-from fedloom.experiments.reproduce.measure import Values
-from fedloom.experiments.reproduce.plan import Asked, parts_of
-from fedloom.experiments.reproduce.schema import Item, Read, Scale
-from fedloom.experiments.reproduce.settings import overrides_of
-from fedloom.experiments.reproduce.starts import START_FROM
+from fedloom.experiments.analysis.tables import load_paths
+from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Item, Read, Scale, read_yaml
+from fedloom.experiments.reproduce.measure import Runs, Values, done_runs, measured
+from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
+from fedloom.experiments.store.ablations import FOLDER as ABLATIONS, read_ablation
+from fedloom.platform.results.files import check_writable, write_atomically
 
 FOLDER = "recorded"
+DIGITS = 6
 COUNTED = ITEMS / "counted.yaml"
 """What is counted without training, by item, scale, quantity, setting and place; a test keeps the file up to date."""
 LATER = (
@@ -79,6 +80,9 @@ class Record:
         return f"recorded{number}{', earlier presets' if self.earlier else ''}"
 
 
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
 def record_file(item: Item, scale: str) -> Path:
     """Where the record of an item belongs."""
     return item.file.parent / FOLDER / f"{item.file.stem}.{scale}.json"
@@ -94,19 +98,19 @@ def record_of(item: Item, asked: Asked) -> Record | None:
     file = record_file(item, asked.scale)
     if not asked.is_own or not file.exists():
         return None
-    found = read_record(file)
+    record = read_record(file)
     parts = parts_of(item, asked)
-    is_same = found.reads == reads(item, found.values) and {*found.ablations} <= {part.ablation_id for part in parts}
+    is_same = record.reads == reads(item, record.values) and {*record.ablations} <= {part.ablation_id for part in parts}
     if is_same and not file.is_relative_to(ITEMS):
-        is_same = found.computed == computed(recorded_scale(item, asked, found.ablations, found.earlier))
+        is_same = record.computed == computed(recorded_scale(item, asked, record.ablations, record.earlier))
     planned = sum(part.num_runs for part in parts)
-    return replace(found, runs=(found.runs[0], planned)) if is_same else None
+    return replace(record, runs=(record.runs[0], planned)) if is_same else None
 
 
 @cache
 def counted_before() -> Mapping[str, Any]:
     """The content of `COUNTED`."""
-    known: Mapping[str, Any] = read_yaml(COUNTED) if COUNTED.exists() else {}
+    known: Mapping[str, Any] = read_yaml(COUNTED.read_text()) if COUNTED.exists() else {}
     return known
 
 
@@ -133,7 +137,7 @@ def recorded_counts(item: Item, scale: Scale, asked: Asked) -> dict[str, Values]
 def counted_of(item: Item, scale: Scale, quantity: str) -> str:
     """A hash of what is counted: the quantity's source in the configuration of every setting."""
     source = item.quantities[quantity].source if quantity in item.quantities else None
-    content = repr([source, {setting: overrides_of(scale, setting) for setting in scale.settings}])
+    content = repr([source, {setting: scale.overrides_of(setting) for setting in scale.settings}])
     return sha256(content.encode()).hexdigest()[:16]
 
 
@@ -144,9 +148,9 @@ def recorded_scale(
     parts = [part for part in parts_of(item, asked) if part.ablation_id in ablations]
     before = {setting: earlier.get(part.ablation_id, {}) for part in parts for setting in part.scale.settings}
     scale = item.scales[asked.scale].only([*before])
-    given = {override.partition("=")[0] for override in scale.overrides}
-    kept = {setting: {k: v for k, v in keys.items() if k not in given} for setting, keys in before.items()}
-    return replace(scale, settings={name: {**kept[name], **keys} for name, keys in scale.settings.items()})
+    overridden = {override.partition("=")[0] for override in scale.overrides}
+    others = {setting: {k: v for k, v in keys.items() if k not in overridden} for setting, keys in before.items()}
+    return replace(scale, settings={name: {**others[name], **keys} for name, keys in scale.settings.items()})
 
 
 def read_record(file: Path) -> Record:
@@ -207,7 +211,7 @@ def _computed_by(scale: Scale, setting: str) -> dict[str, Any]:
     from fedloom.experiments.runs.configuration import compose_config
     from fedloom.platform.runs.run import what_is_computed  # imports torch
 
-    return what_is_computed(asdict(compose_config(overrides_of(scale, setting))))
+    return what_is_computed(asdict(compose_config(scale.overrides_of(setting))))
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -229,3 +233,82 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
         and not (name in LATER and not value)
         and not (name == "aggregator" and value == "mean")
     }
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def check_recordable(item: Item, asked: Asked) -> None:
+    """Raises ValueError for an item without runs, for runs that the command line changed, and for a place of no use."""
+    if item.missing or not item.needs_runs:
+        raise ValueError(f"{item.name}: {item.missing or 'what is counted without training is not recorded'}")
+    if not asked.is_own:
+        raise ValueError(f"{item.name}: runs that the command line changes are not recorded")
+    record_of(item, asked)  # a damaged one is found before hours of training
+    check_writable(item.file.parent, "the item's folder")
+
+
+def record(item: Item, asked: Asked, results: Path) -> Path:
+    """Keeps what the item's own runs in this folder have measured, beside the item; returns the file.
+
+    Runs that are not done are left out, and counted. Values of other ablations of the item, recorded before, stay.
+    Raises ValueError if no run is done, for runs of presets as they were before, and for fewer runs than the record has
+    that is there.
+    """
+    check_recordable(item, asked)
+    parts = parts_of(item, asked)
+    begun = {part.ablation_id: done for part in parts if (done := done_runs(part, results)) is not None}
+    runs = sum(len(done.places) for done in begun.values())
+    if not runs:
+        raise ValueError(f"{item.name}: none of its runs is done: there is nothing to record")
+    for part in parts:
+        if part.ablation_id in begun:
+            _check_presets(part, begun[part.ablation_id], results)
+    file, known = record_file(item, asked.scale), record_of(item, asked)
+    others = known if known is not None and not {*known.ablations} & {*begun} else None
+    if known is not None and others is None and (known.runs[0] > runs or not {*known.ablations} <= {*begun}):
+        raise ValueError(f"{file} has {known.runs[0]} runs, here are {runs}: delete it if these shall replace them")
+    scale = item.scales[asked.scale]
+    # Without the rounds of supernets that other runs have trained, which the tables of `done_runs` repeat.
+    rounds = load_paths([p for done in begun.values() for p in done.tables.paths], ["rounds"]).rounds
+    hours = float(rounds["wall_s"].sum()) / HOUR_S + (others.hours if others is not None else 0.0)
+    ablations = (*(others.ablations if others is not None else ()), *begun)
+    quantities = measured(item, scale, [*begun.values()])
+    before = {} if others is None else others.values
+    # What is counted or combined is not kept, as it takes seconds.
+    names = [name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)]
+    all_values = {name: {**before.get(name, {}), **quantities[name].values} for name in names}
+    values = {name: by_spot for name, by_spot in all_values.items() if by_spot}
+    earlier = {} if others is None else others.earlier
+    new = Record(
+        ablations=ablations,
+        runs=(runs + (others.runs[0] if others is not None else 0), sum(part.num_runs for part in parts)),
+        computed=computed(recorded_scale(item, asked, ablations, earlier)),
+        reads=reads(item, values),
+        day=datetime.now(tz=UTC).strftime("%Y-%m-%d"),
+        hours=float(f"{hours:.3g}"),
+        values=values,
+        earlier=earlier,
+    )
+    by_setting: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for name, by_spot in values.items():
+        settings = by_setting.setdefault(name, {})
+        for (setting, place), seeds in by_spot.items():
+            rounded = {str(seed): float(f"{value:.{DIGITS}g}") for seed, value in sorted(seeds.items())}
+            settings.setdefault(setting, {})[place] = rounded
+    file.parent.mkdir(exist_ok=True)
+    content = {**vars(new), "values": by_setting}
+    write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    return file
+
+
+def _check_presets(part: Part, done: Runs, results: Path) -> None:
+    """Raises ValueError for runs that were of other presets than today's, whose values would be taken for theirs."""
+    trials = read_ablation(results / ABLATIONS / part.ablation_id).trials
+    configs = {done.places[trial.run_id][0]: trial.config for trial in trials if trial.run_id in done.places}
+    for setting, config in configs.items():
+        if changed := other_than(config, part.scale, setting):
+            raise ValueError(
+                f"the runs in {results} differ from what {part.scale.experiment} ({setting}) is now in {changed}: "
+                "run the item in another results folder, and record that"
+            )

@@ -6,19 +6,22 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.reproduce.checks import read_checks
 from fedloom.experiments.reproduce.claims import Verdict, in_the_paper, verdict
-from fedloom.experiments.reproduce.fields import Fields
+from fedloom.experiments.reproduce.items import Claim, Combined, Item, Quantity, Spot
 from fedloom.experiments.reproduce.measure import Measured, combined
-from fedloom.experiments.reproduce.schema import Claim, Combined, Item, Operand, Published, Quantity, Spot
 
 SEEDS = (1, 2, 3)
 
 
 def item(published: Mapping[str, Mapping[Spot, float]] | None = None) -> Item:
     names = {"a": {}, "b": {}, **(published or {})}
-    quantities = {n: Quantity(n, "", None, {s: Published(v) for s, v in own.items()}) for n, own in names.items()}
-    return Item("x/tab1", "", "", "", "x/tab1", {}, quantities, ())
+    quantities = {}
+    for name, values in names.items():
+        by_setting: dict[str, dict[str, float]] = {"elsewhere": {}}
+        for (setting, place), value in values.items():
+            by_setting.setdefault(setting, {})[place] = value
+        quantities[name] = Quantity(published=by_setting)
+    return Item("x/tab1", "", "", "", ("x/tab1",), {}, quantities, ())
 
 
 def seen(values: Mapping[Spot, Any], *, is_exact: bool = False) -> Measured:
@@ -30,8 +33,13 @@ def seen(values: Mapping[Spot, Any], *, is_exact: bool = False) -> Measured:
 def judged(
     check: Mapping[str, Any], measured: Mapping[str, Measured], settings: tuple[str, ...] = ("s",), **of_item: Any
 ) -> Verdict:
-    claim = Claim("it is so", read_checks(Fields({"text": "it is so", **check}, "file")), ("paper",))
-    return verdict(claim, measured, item(**of_item), settings)
+    return verdict(Claim(text="it is so", **check), measured, item(**of_item), settings)
+
+
+def source(**two: Any) -> Combined:
+    combination = Quantity(**two).source
+    assert isinstance(combination, Combined)
+    return combination
 
 
 A, B = {("s", "t"): [0.90, 0.91, 0.92]}, {("s", "t"): [0.80, 0.82, 0.81]}
@@ -139,13 +147,11 @@ def test_a_band_around_each_published_number() -> None:
 def test_ratios_and_differences_pair_seeds_and_exact_values() -> None:
     a, b = seen({("s", "t"): {1: 6.0, 2: 8.0}}), seen({("s", "t"): {2: 2.0, 3: 1.0}})
     both = {"a": a, "b": b}
-    assert combined(Combined("ratio", Operand("a"), Operand("b")), both).values == {("s", "t"): {2: 4.0}}
-    assert combined(Combined("difference", Operand("a"), Operand("b")), both).values == {("s", "t"): {2: 6.0}}
+    assert combined(source(ratio=["a", "b"]), both).values == {("s", "t"): {2: 4.0}}
+    assert combined(source(difference=["a", "b"]), both).values == {("s", "t"): {2: 6.0}}
     exact = replace(seen({("s", "t"): {1: 2.0}}), is_exact=True)
-    assert combined(Combined("ratio", Operand("a"), Operand("b")), {"a": a, "b": exact}).values == {
-        ("s", "t"): {1: 3.0, 2: 4.0}
-    }
-    against_one = Combined("difference", Operand("a"), Operand("a", setting="s"))
+    assert combined(source(ratio=["a", "b"]), {"a": a, "b": exact}).values == {("s", "t"): {1: 3.0, 2: 4.0}}
+    against_one = source(difference=["a", {"of": "a", "setting": "s"}])
     assert combined(against_one, {"a": a}).values == {("s", "t"): {1: 0.0, 2: 0.0}}
 
 
@@ -154,14 +160,14 @@ def test_a_rank_correlation_is_over_the_places_of_a_setting_seed_by_seed() -> No
     a = seen({("s", place): {1: float(i), 2: float(i)} for i, place in enumerate(places)})
     b = seen({("s", place): {1: v, 3: v} for place, v in zip(places, (1.0, 3.0, 2.0, 4.0), strict=True)})
     # Of the six pairs five are in order, one is not; the seed that only one of both has is left out.
-    tau = combined(Combined("tau", Operand("a"), Operand("b")), {"a": a, "b": b}).values
+    tau = combined(source(tau=["a", "b"]), {"a": a, "b": b}).values
     assert tau == {("s", ""): {1: pytest.approx(4 / 6)}}
     two = seen({spot: values for spot, values in a.values.items() if spot[1] in ("t1", "t2")})
-    assert combined(Combined("tau", Operand("a"), Operand("a")), {"a": two}).values == {}
+    assert combined(source(tau=["a", "a"]), {"a": two}).values == {}
 
 
 def test_the_published_numbers_are_judged_as_well() -> None:
-    claim = Claim("", read_checks(Fields({"text": "x", **GREATER}, "file")), ("paper",))
+    claim = Claim(text="x", **GREATER)
     assert in_the_paper(claim, item({"a": {("s", "t"): 2.0}, "b": {("s", "t"): 1.0}})) == "shown"
     assert in_the_paper(claim, item({"a": {("s", "t"): 1.0}, "b": {("s", "t"): 2.0}})) == "contradicted"
     assert in_the_paper(claim, item({"a": {("s", "t"): 1.0}})) == "not published"

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from fedloom.experiments.reproduce.counted import FACTS
+from fedloom.experiments.reproduce.counting import FACTS
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.registry import build_space

@@ -8,11 +8,10 @@ import pytest
 
 from fedloom.experiments.analysis.tables import load_paths
 from fedloom.experiments.reproduce.claims import NOT_RUN, SHOWN, in_the_paper, verdict
-from fedloom.experiments.reproduce.files import item_names, load_given, load_item
-from fedloom.experiments.reproduce.measure import FRAMES, measured
-from fedloom.experiments.reproduce.plan import Asked, parts_of, planned, without_common_keys
-from fedloom.experiments.reproduce.schema import Item, Read, Scale
-from fedloom.experiments.reproduce.settings import missing_data, overrides_of
+from fedloom.experiments.reproduce.frames import FRAMES
+from fedloom.experiments.reproduce.items import Item, Read, Scale, item_names, load_given, load_item
+from fedloom.experiments.reproduce.measure import measured
+from fedloom.experiments.reproduce.plan import Asked, missing_data, parts_of, planned, without_common_keys
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.data.sources import DATASETS
 
@@ -100,7 +99,7 @@ def test_missing_data_is_said(tmp_path: Path) -> None:
 def test_a_transfers_clients_can_afford_the_model_of_its_tier() -> None:
     """A tier's model may cost as much as that tier's bound, so that lower tiers' clients cannot train it."""
     scale = load_item("fedoras/tab16_transfer").scales["paper"]
-    trained = {name: compose_config(overrides_of(scale, name)).method for name in scale.settings if "tier" in name}
+    trained = {name: compose_config(scale.overrides_of(name)).method for name in scale.settings if "tier" in name}
     assert len(trained) == 8
     for method in trained.values():
         assert int(method.model.removeprefix("tier").removesuffix("-fine_tuned")) <= method.tier

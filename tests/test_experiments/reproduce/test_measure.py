@@ -8,9 +8,8 @@ import pytest
 
 from fedloom.experiments.analysis.tables import load_paths
 from fedloom.experiments.reproduce import measure
-from fedloom.experiments.reproduce.files import load_item
+from fedloom.experiments.reproduce.items import Item, Quantity, Scale, load_item
 from fedloom.experiments.reproduce.measure import Runs, measured
-from fedloom.experiments.reproduce.schema import Item, Quantity, Read, Scale
 
 PLACES = {"run1": ("s", 1), "run2": ("s", 2), "run3": ("r", 1)}
 FRAME = pd.DataFrame(
@@ -24,8 +23,8 @@ FRAME = pd.DataFrame(
 
 
 def read(**changes: Any) -> Mapping[tuple[str, str], Mapping[int, float]]:
-    quantity = Quantity("q", "", Read("frame", "value", **changes), {})
-    item = Item("x/tab1", "", "", "", "x/tab1", {}, {"q": quantity}, ())
+    quantity = Quantity(read={"from": "frame", "value": "value", **changes})
+    item = Item("x/tab1", "", "", "", ("x/tab1",), {}, {"q": quantity}, ())
     scale = Scale("fedavg_digits", {"s": {}, "r": {}})
     return measured(item, scale, [Runs(load_paths(()), PLACES)])["q"].values
 

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiments.reproduce.board import all_items
-from fedloom.experiments.reproduce.files import ITEMS
+from fedloom.experiments.reproduce.items import ITEMS, Item, Read, all_items
 from fedloom.experiments.reproduce.plan import Asked
 from fedloom.experiments.reproduce.records import computed, record_file, record_of, recorded_scale
-from fedloom.experiments.reproduce.schema import Item, Read
 
 RECORDS = sorted(ITEMS.glob("*/recorded/*.json"))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.cli import main
-from fedloom.experiments.reproduce.files import load_given
+from fedloom.experiments.reproduce.items import load_given
 from fedloom.experiments.reproduce.plan import Asked, parts_of
 from fedloom.experiments.store.ablations import FOLDER, Trial, ablation_ids, read_ablation
 
@@ -132,10 +132,10 @@ def test_what_starts_from_runs_that_are_not_there_is_left_out(
     if end == "no data":
         lacks = {part.ablation_id: f"{end}: put it there" for part in parts_of(load_given(TINY), Asked("small"))}
         monkeypatch.setattr(
-            "fedloom.experiments.reproduce.command._lacking", lambda part, _wanted: lacks.get(part.ablation_id, "")
+            "fedloom.experiments.reproduce.command._missing", lambda part, _wanted: lacks.get(part.ablation_id, "")
         )
     else:
-        monkeypatch.setattr("fedloom.experiments.reproduce.driver.run_part", lambda *_args: end)
+        monkeypatch.setattr("fedloom.experiments.reproduce.command.run_part", lambda *_args: end)
     ended, _, errors = command(ON, "--results", str(tmp_path))
     assert (ended, said in errors, errors.count("left out")) == (code, True, int(end == "failed"))
 

@@ -12,14 +12,12 @@ import pytest
 import yaml
 
 from fedloom.experiments.cli import main
-from fedloom.experiments.reproduce.board import WORK, all_items, counted_work, need_of
-from fedloom.experiments.reproduce.counted import facts_of, stood_in
-from fedloom.experiments.reproduce.files import load_item
+from fedloom.experiments.reproduce.board import WORK, counted_work, need_of
+from fedloom.experiments.reproduce.counting import SIZES, facts_of
+from fedloom.experiments.reproduce.items import Counted, Item, Scale, all_items, load_item
 from fedloom.experiments.reproduce.measure import measured
-from fedloom.experiments.reproduce.plan import Asked
+from fedloom.experiments.reproduce.plan import Asked, missing_data
 from fedloom.experiments.reproduce.records import COUNTED, counted_before, counted_of, recorded_counts
-from fedloom.experiments.reproduce.schema import Counted, Item, Scale
-from fedloom.experiments.reproduce.settings import dataset_of, missing_data, overrides_of
 from fedloom.experiments.runs.configuration import compose_config
 
 QUICK = ("fedoras/tab21", "superfed/fig8")
@@ -29,19 +27,19 @@ LAPTOP_CORE_HOURS = 2 * 40 / 60
 
 def counted(scale: Scale) -> float | None:
     """The MACs of all settings with all seeds; None if text or speech that it needs is not there, or not all of it."""
-    datasets = {dataset_of(scale, setting) for setting in scale.settings}
-    if any(missing_data(dataset, scale.overrides) for dataset in datasets if not stood_in(dataset)):
+    datasets = {scale.dataset_of(setting) for setting in scale.settings}
+    if any(missing_data(dataset, scale.overrides) for dataset in datasets if dataset not in SIZES):
         return None
     if any(is_partial(scale, setting) for setting in scale.settings):
         return None
-    return len(scale.seeds) * sum(facts_of("work", overrides_of(scale, s))["macs"] for s in scale.settings)
+    return len(scale.seeds) * sum(facts_of("work", scale.overrides_of(s))["macs"] for s in scale.settings)
 
 
 def is_partial(scale: Scale, setting: str) -> bool:
     """Whether the setting needs all of the spoken words, of which the tests have those of 50 speakers."""
     return (
-        dataset_of(scale, setting) == "speech_commands"
-        and compose_config(overrides_of(scale, setting)).data.num_clients > 50
+        scale.dataset_of(setting) == "speech_commands"
+        and compose_config(scale.overrides_of(setting)).data.num_clients > 50
     )
 
 

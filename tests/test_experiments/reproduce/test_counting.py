@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.runs.described import described
+from fedloom.experiments.reproduce import counting
+from fedloom.experiments.reproduce.counting import facts_of
 
 
 @pytest.fixture(autouse=True)
@@ -16,9 +17,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Counter:
-    """Describes a space and notes that it was asked to."""
-
-    __name__ = "count"
+    """Counts a space and notes that it was asked to."""
 
     def __init__(self) -> None:
         self.asked: list[Sequence[str]] = []
@@ -28,28 +27,32 @@ class Counter:
         return {"space": overrides[0], "bounds": (1.5, 2)}
 
 
-def test_a_space_is_counted_once_and_others_for_themselves(cache: Path) -> None:
-    count = Counter()
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    counter = Counter()
+    monkeypatch.setattr(counting, "FACTS", {"space": counter})
+    return counter
+
+
+def test_a_space_is_counted_once_and_others_for_themselves(cache: Path, count: Counter) -> None:
     facts = {"space": "space=a", "bounds": [1.5, 2]}
-    assert [described(["space=a"], count) for _ in range(3)] == [facts] * 3
+    assert [facts_of("space", ["space=a"]) for _ in range(3)] == [facts] * 3
     assert count.asked == [["space=a"]]
-    described(["space=a", "tiers.count=2"], count)
+    facts_of("space", ["space=a", "tiers.count=2"])
     assert len(count.asked) == 2
     for file in (cache / "described").iterdir():
         file.write_text("{")
-    assert described(["space=a"], count) == facts
+    assert facts_of("space", ["space=a"]) == facts
     assert len(count.asked) == 3, "what cannot be read is counted again"
 
 
 @pytest.mark.parametrize("other", ["space=own_module:space", "experiment=./mine.yaml", "tiers.cost=latency_s"])
-def test_what_may_change_is_counted_every_time(other: str) -> None:
-    count = Counter()
-    described([other], count)
-    described([other], count)
+def test_what_may_change_is_counted_every_time(other: str, count: Counter) -> None:
+    facts_of("space", [other])
+    facts_of("space", [other])
     assert len(count.asked) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_no_failure(cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_failure(cache: Path, count: Counter) -> None:
     cache.write_text("a file")
-    count = Counter()
-    assert described(["space=a"], count)["space"] == "space=a"
+    assert facts_of("space", ["space=a"])["space"] == "space=a"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fedloom.experiments.reproduce import counted
-from fedloom.experiments.reproduce.counted import fact
+from fedloom.experiments.reproduce import counting
+from fedloom.experiments.reproduce.counting import fact
 from fedloom.experiments.reproduce.facts import family_facts, space_facts, training_facts, work_facts
 
 FAMILY = ["experiment=superfednas_digits"]
@@ -54,7 +54,7 @@ def test_a_transfer_is_counted_between_its_smallest_and_its_largest_network() ->
 
 def test_images_that_are_not_there_are_stood_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs are those of real images: of random ones, as many."""
-    monkeypatch.setitem(counted.SIZES, "cifar10", (400, 100, 10))
+    monkeypatch.setitem(counting.SIZES, "cifar10", (400, 100, 10))
     small = ["experiment=superfednas_cifar10_small", "method.train.rounds=2", "data.train_samples=null"]
     small += ["data.test_samples=null"]
     real = [*small, "data.dataset=synthetic", "data.train_samples=400", "data.test_samples=100"]

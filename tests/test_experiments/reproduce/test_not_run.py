@@ -7,10 +7,9 @@ import pytest
 import yaml
 
 from fedloom.experiments.reproduce.claims import NOT_RUN, SHOWN, in_the_paper
-from fedloom.experiments.reproduce.files import load_item
-from fedloom.experiments.reproduce.outcome import outcome_of
+from fedloom.experiments.reproduce.items import load_item
+from fedloom.experiments.reproduce.outcome import blocks, outcome_of
 from fedloom.experiments.reproduce.plan import asked, parts_of
-from fedloom.experiments.reproduce.table import blocks
 
 WHY = "the transfer to another label set is not part of fedloom"
 PUBLISHED = {"transfer": {"tier1": [67.06, 2.12], "tier2": 66.87}}

@@ -1,0 +1,95 @@
+"""What is counted without training: facts of a setting's configuration, by name, counted once for every revision."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+from fedloom.experiments.runs.overrides import ENDINGS
+from fedloom.experiments.runs.presets import CONF
+from fedloom.platform.data.config import machine_cache
+from fedloom.platform.plugins import Shipped, is_import_path
+from fedloom.platform.results.files import write_atomically
+from fedloom.platform.runs.sources import source_hash
+
+Facts = Callable[[Sequence[str]], Mapping[str, Any]]
+"""Counts the facts of a configuration, given as overrides `key=value`; all figures are numbers, or by place."""
+
+_HERE = "fedloom.experiments.reproduce"
+FACTS: Mapping[str, Facts] = Shipped(
+    {
+        "space": f"{_HERE}.facts:space_facts",
+        "family": f"{_HERE}.facts:family_facts",
+        "partition": f"{_HERE}.facts:partition_facts",
+        "training": f"{_HERE}.facts:training_facts",
+        "work": f"{_HERE}.facts:work_facts",
+        "searches": f"{_HERE}.facts:search_facts",
+        "elastic_round": f"{_HERE}.traffic:elastic_round_facts",
+        "accounts": f"{_HERE}.traffic:accounts",
+    }
+)
+"""The functions that an item's `count: {from: NAME}` may name, imported when they count: that takes seconds."""
+OF_DATA = ("partition", "training", "work")
+"""Those that count a federation, for which text has to be there: images are stood in for."""
+
+SIZES: Mapping[str, tuple[int, int, int]] = {
+    "cifar10": (50_000, 10_000, 10),
+    "cifar100": (50_000, 10_000, 100),
+    "cinic10": (90_000, 90_000, 10),
+}
+"""Training samples, test samples and classes of the sets of 3 x 32 x 32 images that black images stand in for."""
+
+
+def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The facts of a configuration, counted once for every revision of fedloom, and of the user's own code every time.
+
+    They are kept in the folder `described` of the cache (FEDLOOM_CACHE, or ~/.cache/fedloom).
+    """
+    if any(_may_differ(override) for override in overrides):
+        return FACTS[name](overrides)
+    key = sha256(f"{_revision()} {name} {json.dumps(list(overrides))}".encode()).hexdigest()[:32]
+    file = machine_cache() / "described" / f"{key}.json"
+    try:
+        facts: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        facts = json.loads(json.dumps(FACTS[name](overrides)))
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps(facts).encode(), durable=False)
+        except OSError:
+            pass  # without a place to keep it, it is counted again
+    return facts
+
+
+def _may_differ(override: str) -> bool:
+    """Whether it names code or presets of the user's own, or what differs from one measurement to the next."""
+    value = override.partition("=")[2]
+    return is_import_path(value) or value.endswith(ENDINGS) or "latency_s" in value
+
+
+@cache
+def _revision() -> str:
+    """A hash of fedloom's source and of its presets."""
+    digest = sha256(source_hash().encode())
+    for file in sorted(CONF.rglob("*.yaml")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def fact(facts: Mapping[str, Any], name: str) -> Mapping[str, float]:
+    """The numbers of a fact by place; ValueError, with those that there are, for one that is not there.
+
+    The places of a list are tier1, tier2, ..., those of a mapping its keys; a single number has the place "".
+    """
+    value: Any = facts
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            known = ", ".join(value) if isinstance(value, Mapping) else "none below it"
+            raise ValueError(f"there is no fact {name!r}: at {part!r} there are {known}")
+        value = value[part]
+    if isinstance(value, Mapping):
+        return {str(place): float(number) for place, number in value.items()}
+    if isinstance(value, list | tuple):
+        return {f"tier{number}": float(each) for number, each in enumerate(value, 1)}
+    return {"": float(value)}

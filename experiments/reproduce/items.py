@@ -1,0 +1,746 @@
+"""The items: tables and figures of the papers as files, with what is run, what is measured and what is claimed.
+
+A file is read by the pydantic models below; `load_item` adds the runs of other items that it reads, and checks that it
+names only what is there.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from fedloom.experiments.reproduce.counting import FACTS
+from fedloom.experiments.reproduce.frames import CONVERSIONS, FRAMES, OF_VALIDATION, REDUCTIONS
+from fedloom.experiments.runs.overrides import ENDINGS, override_text
+from fedloom.experiments.runs.presets import CONF, PRESET, experiments
+from fedloom.platform.plugins import nearest
+from fedloom.platform.results.files import check_name
+from fedloom.platform.settings import is_path
+from fedloom.platform.words import shown
+
+ITEMS = CONF / "paper"
+"""One folder per paper, one file per table or figure."""
+ENDING = ".yaml"
+
+PAPER, SMALL = "paper", "small"
+SCALES = (PAPER, SMALL)
+"""What the paper ran, and what a laptop runs in less than an hour."""
+HOUR_S = 3600.0
+EXPERIMENT = "experiment"
+"""The key of a setting that has a preset of its own."""
+START_FROM = "method.start_from"
+RUN_OF = "run of "
+"""Before the name of a setting, as the value of `method.start_from`: its run with the same seed."""
+DATASET = "data.dataset="
+DEFAULT_DATASET = "digits"
+ONLY = ""
+"""The place of a quantity that has one value per setting."""
+
+Spot = tuple[str, str]
+"""A setting and a place in it (a tier, a subnet, a model, ...): where a quantity has one value per seed."""
+
+
+def read_yaml(text: str) -> Any:
+    """The content of a YAML text, by libyaml's parser where it is installed: eight times as fast, for many items."""
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+# -- the entries of a file ---------------------------------------------------------------------------------------------
+
+
+def _one_of(words: Collection[str]) -> AfterValidator:
+    def checked(word: str) -> str:
+        if word not in words:
+            raise PydanticCustomError(
+                "choice", "{said}", {"said": f"{nearest(word, [*words])}; there are {', '.join(words)}"}
+            )
+        return word
+
+    return AfterValidator(checked)
+
+
+def _as_number(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise PydanticCustomError("needed", "a number")
+    return given  # pydantic reads texts, too, as which YAML reads 1e6
+
+
+def _as_list(given: Any) -> Any:
+    return given if isinstance(given, list | tuple) else [given]
+
+
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Paragraph = Annotated[Text, AfterValidator(lambda text: " ".join(text.split()))]
+Number = Annotated[float, BeforeValidator(_as_number)]
+
+
+class Entry(BaseModel):
+    """A mapping in a file; keys that it does not have are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, values: Any) -> Any:
+        known = [entry.alias or name for name, entry in cls.model_fields.items()]
+        for key in values if isinstance(values, Mapping) else ():
+            if key not in known:
+                raise ValueError(f"unknown key {key!r}{nearest(str(key), known)}; there are {', '.join(known)}")
+        return values
+
+
+class ScaleEntry(Entry):
+    """What is run at a scale, as in the file."""
+
+    experiment: Text
+    seeds: tuple[int, ...] = (1,)
+    overrides: tuple[str, ...] = ()
+    settings: dict[str, dict[str, Any]] = {}
+
+    @model_validator(mode="after")
+    def _can_be_run(self) -> "ScaleEntry":
+        if not self.settings:
+            raise ValueError("settings are missing: give at least one name with the keys that it changes")
+        check_seeds(self.seeds)
+        for preset in (self.experiment, *(str(s[EXPERIMENT]) for s in self.settings.values() if EXPERIMENT in s)):
+            if not preset.endswith(ENDING):
+                _check_known([preset], experiments(), "preset")
+            elif not Path(preset).is_file():
+                raise ValueError(f"experiment={shown(preset)}: there is no such file")
+        return self
+
+
+def check_seeds(seeds: Sequence[Any]) -> None:
+    """Raises ValueError unless these are different whole numbers from 0."""
+    if not seeds or any(type(seed) is not int or seed < 0 for seed in seeds) or len({*seeds}) < len(seeds):
+        raise ValueError(f"seeds={[*seeds]}: give different whole numbers from 0, such as [1,2,3]")
+
+
+class RunsEntry(Entry):
+    """What is run, or counted, by scale."""
+
+    paper: ScaleEntry | None = None
+    small: ScaleEntry | None = None
+
+    @model_validator(mode="after")
+    def _has_a_scale(self) -> "RunsEntry":
+        if self.paper is None and self.small is None:
+            raise ValueError("say what is run, or counted, at paper or small")
+        return self
+
+
+class Read(Entry):
+    """How a quantity is read from the runs' tables. A record holds a hash of its `repr`.
+
+    Attributes:
+        frame: name of a frame (see `frames.FRAMES`).
+        value: its column.
+        where: the value, or the values, of other columns in the rows that count.
+        place: the column that holds the place; empty for a quantity with one value per setting.
+        reduce: how the rows of a run and place become one number (see `frames.REDUCTIONS`).
+        times: a factor, such as 100 for percent.
+        convert: a function of the number, before the factor (see `frames.CONVERSIONS`).
+    """
+
+    frame: Annotated[Text, _one_of(FRAMES), Field(alias="from")]
+    value: Text
+    where: dict[str, Annotated[tuple[Any, ...], BeforeValidator(_as_list)]] = {}
+    place: str = ""
+    reduce: Annotated[Text, _one_of(REDUCTIONS)] = "one"
+    times: Number = 1.0
+    convert: Annotated[str, _one_of(CONVERSIONS)] = ""
+
+    @model_validator(mode="after")
+    def _is_not_chosen_by_test_data(self) -> "Read":
+        """Refuses the best of several values on test data: which one is reported must not depend on it.
+
+        The worst one, of all clients say, is no choice: it flatters nobody.
+        """
+        if self.frame == "evaluations" and "split" not in self.where:
+            raise ValueError("say in where which split is read: test or validation")
+        is_tested = "test" in self.where["split"] if self.frame == "evaluations" else self.frame not in OF_VALIDATION
+        for name in (self.value, *map(str, self.where.get("metric", ()))):
+            if is_tested and any(kind in name for kind in BEST.get(self.reduce, ())):
+                raise ValueError(
+                    f"reduce={self.reduce} of {name} chooses a number by test data: read the last, or each place"
+                )
+        return self
+
+
+BEST = {"max": ("accuracy", "metric", "test"), "min": ("loss", "perplexity", "test_loss")}
+"""Reductions that choose the best of several rows, as early stopping does, by values with such names."""
+
+
+class Counted(Entry):
+    """How a quantity is counted without training, from a setting's configuration. A record holds a hash of its `repr`.
+
+    Attributes:
+        facts: name of a function that counts (see `counting.FACTS`).
+        value: the dotted name of one of its facts; a list has the places tier1, tier2, ..., a mapping its keys.
+        times: a factor, such as 1e-6 for millions.
+    """
+
+    facts: Annotated[Text, _one_of(FACTS), Field(alias="from")]
+    value: Text
+    times: Number = 1.0
+
+
+class Operand(Entry):
+    """A quantity in a check, at all of its spots or only in one setting or at one place; in files also its name."""
+
+    quantity: Annotated[Text, Field(alias="of")]
+    setting: Text | None = None
+    place: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_named(cls, given: Any) -> Any:
+        return {"of": given} if isinstance(given, str) else given
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A quantity that is the ratio, the difference or, over places, Kendall's tau of two others, seed by seed."""
+
+    kind: str
+    first: Operand
+    second: Operand
+
+
+COMBINED = ("ratio", "difference", "tau")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published number, with its standard deviation if that was published."""
+
+    value: float
+    std: float | None = None
+
+
+def _published(given: Any) -> Published:
+    numbers = given if isinstance(given, list) and len(given) == 2 else [given]
+    try:
+        return Published(*map(float, map(_as_number, numbers)))
+    except (TypeError, ValueError):
+        words = "a number, or [number, standard deviation]" if isinstance(given, list) else "a number"
+        raise PydanticCustomError("needed", "{words}", {"words": words}) from None
+
+
+def _two(given: Any) -> Any:
+    if not isinstance(given, list) or len(given) != 2:
+        raise PydanticCustomError("needed", "a list of two quantities")
+    return given
+
+
+Two = Annotated[tuple[Operand, Operand], BeforeValidator(_two)]
+
+
+class Quantity(Entry):
+    """Something that the paper publishes and that is measured: values per setting and place.
+
+    What is only published, such as a baseline that is not part of fedloom, has no source. Settings that are not run
+    (another data set, say) may be among the published ones.
+    """
+
+    unit: str = ""
+    read: Read | None = None
+    count: Counted | None = None
+    ratio: Two | None = None
+    difference: Two | None = None
+    tau: Two | None = None
+    by_setting: Annotated[
+        dict[
+            str,
+            Annotated[
+                dict[str, Annotated[Published, PlainValidator(_published)]],
+                BeforeValidator(lambda given: given if isinstance(given, Mapping) else {ONLY: given}),
+            ],
+        ],
+        Field(alias="published"),
+    ] = {}
+
+    @model_validator(mode="after")
+    def _is_known_in_one_way(self) -> "Quantity":
+        ways = [name for name in ("read", "count", *COMBINED) if getattr(self, name) is not None]
+        if len(ways) > 1:
+            raise ValueError(f"has {' and '.join(ways)}: give one of them")
+        if not ways and not self.by_setting:
+            raise ValueError("neither published nor measured: give published, read, count or ratio")
+        return self
+
+    @cached_property
+    def source(self) -> Read | Counted | Combined | None:
+        """How it is measured; None for what is only published."""
+        two = ((kind, getattr(self, kind)) for kind in COMBINED)
+        return self.read or self.count or next((Combined(kind, *pair) for kind, pair in two if pair), None)
+
+    @cached_property
+    def published(self) -> dict[Spot, Published]:
+        """The published numbers by spot."""
+        return {(s, place): number for s, places in self.by_setting.items() for place, number in places.items()}
+
+
+class Check(Entry):
+    """One comparison, made at every spot of its operand; `settings` and `places` are the only ones that count."""
+
+    operand: Annotated[Operand, Field(alias="of")]
+    settings: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+
+
+class Comparison(Check):
+    """A check of the difference of two operands, seed by seed."""
+
+    other: Annotated[Operand, Field(alias="than")]
+
+
+class Greater(Comparison):
+    """The first is greater by a margin."""
+
+    by: Number = 0.0
+
+
+class Less(Comparison):
+    """The first is less by a margin."""
+
+    by: Number = 0.0
+
+
+class Close(Comparison):
+    """The two differ by at most so much."""
+
+    other: Annotated[Operand, Field(alias="to")]
+    within: Number
+
+
+class AtLeast(Check):
+    """A limit from below."""
+
+    value: Number
+
+
+class AtMost(Check):
+    """A limit from above."""
+
+    value: Number
+
+
+def _tolerance(given: Any) -> tuple[float, bool]:
+    share = re.fullmatch(r"([0-9.]+) ?%", given) if isinstance(given, str) else None
+    try:
+        return (float(share[1]) / 100, True) if share else (float(_as_number(given)), False)
+    except (TypeError, ValueError):
+        raise PydanticCustomError("needed", "a number, or a share such as 10 %") from None
+
+
+class Band(Check):
+    """A target with a tolerance.
+
+    Attributes:
+        target: None for the published number of each spot.
+        tolerance: in the quantity's unit, or a share of the target, such as 10 %; and whether it is a share.
+    """
+
+    target: Annotated[float | None, BeforeValidator(lambda given: None if given == "published" else _as_number(given))]
+    tolerance: Annotated[tuple[float, bool], PlainValidator(_tolerance)]
+
+
+class Monotone(Check):
+    """Every step from one setting or place to the next in `order` goes in the same direction."""
+
+    along: Annotated[str, _one_of(("settings", "places"))] = "places"
+    order: tuple[str, ...] = ()
+    direction: Annotated[str, _one_of(("increasing", "decreasing"))] = "increasing"
+
+    @model_validator(mode="after")
+    def _has_a_step(self) -> "Monotone":
+        if len(self.order) < 2:
+            raise ValueError(f"order={[*self.order]}: give at least two settings or places")
+        return self
+
+
+class CheckEntry(Entry):
+    """A check by its kind, or a list of such in a claim."""
+
+    greater: Greater | None = None
+    less: Less | None = None
+    at_least: AtLeast | None = None
+    at_most: AtMost | None = None
+    band: Band | None = None
+    close: Close | None = None
+    monotone: Monotone | None = None
+
+    @cached_property
+    def checks(self) -> tuple[Check, ...]:
+        """The check, or those of a claim's list."""
+        return tuple(check for kind in CheckEntry.model_fields if (check := getattr(self, kind)) is not None)
+
+    @model_validator(mode="after")
+    def _has_a_check(self) -> "CheckEntry":
+        number = sum(getattr(self, kind) is not None for kind in CheckEntry.model_fields)
+        if number + bool(getattr(self, "all", ())) != 1:
+            kinds = ", ".join(CheckEntry.model_fields)
+            raise ValueError(f"has {number} checks: give one of {kinds}, or a list `all`")
+        return self
+
+
+class Claim(CheckEntry):
+    """What the paper says: it holds if all of its checks do, at every spot, at these scales.
+
+    Attributes:
+        scales: at which it is made; none if at all that the item has.
+        despite: why the published numbers do not show it, or do not tell; empty if they show it.
+    """
+
+    text: Text
+    scales: tuple[str, ...] = ()
+    despite: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
+    all: tuple[CheckEntry, ...] = ()
+
+    @cached_property
+    def checks(self) -> tuple[Check, ...]:
+        """Its own check, or those of its list."""
+        return tuple(check for entry in self.all for check in entry.checks) or super().checks
+
+
+class ItemEntry(Entry):
+    """A whole file."""
+
+    title: Text
+    source: Text
+    note: Paragraph = ""
+    missing: Paragraph = ""
+    runs: RunsEntry | None = None
+    runs_of: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    quantities: Annotated[dict[str, Quantity], Field(min_length=1)]
+    claims: tuple[Claim, ...] = ()
+
+
+def _refusal(error: ValidationError) -> str:
+    """The first mistake in one line: where it is, what was given, and what is allowed."""
+    first: ErrorDetails = error.errors()[0]
+    kind, given, words = first["type"], first["input"], first["msg"]
+    parts = [f" {part + 1}" if isinstance(part, int) else f": {part}" for part in first["loc"]]
+    where = "".join(parts).removeprefix(": ")
+    if kind == "missing":
+        return f"{where} is missing"
+    if kind == "value_error":
+        return f"{where}: {first['ctx']['error']}" if where else str(first["ctx"]["error"])
+    if kind == "choice":
+        return f"{where}={shown(given)}{words}"
+    needed = next((needed for begin, needed in NEEDED.items() if kind.startswith(begin)), words)
+    return f"{where} is {shown(given)}: give {needed}"
+
+
+NEEDED = {
+    "string": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "tuple": "a list",
+    "dict": "names with values",
+    "model": "names with values",
+    "too": "at least one",
+}
+"""What is allowed, by the beginning of pydantic's kind of error."""
+
+
+# -- an item with the runs that it reads -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is run at a scale: an ablation whose axis `setting` has these settings, each with every seed.
+
+    Attributes:
+        settings: configuration keys with values, by the setting's name.
+        overrides: of all settings, as `key=value`.
+        run_by: by setting, the name of the item that runs it.
+    """
+
+    experiment: str
+    settings: Mapping[str, Mapping[str, Any]]
+    seeds: tuple[int, ...] = (1,)
+    overrides: tuple[str, ...] = ()
+    run_by: Mapping[str, str] = field(default_factory=dict)
+
+    def only(self, settings: Collection[str]) -> "Scale":
+        """The scale with these settings alone."""
+        return replace(self, settings={name: keys for name, keys in self.settings.items() if name in settings})
+
+    def overrides_of(self, setting: str) -> list[str]:
+        """The overrides of one setting, as `key=value`; a preset of its own replaces that of the scale."""
+        changes = [f"{key}={override_text(value)}" for key, value in self.settings[setting].items()]
+        presets = [override for override in changes if override.startswith(PRESET)]
+        others = [override for override in changes if override not in presets]
+        return [*(presets or [f"{PRESET}{self.experiment}"]), *self.overrides, *others]
+
+    def dataset_of(self, setting: str) -> str:
+        """The data set of a setting, without composing its configuration, which takes a tenth of a second."""
+        overrides = self.overrides_of(setting)
+        datasets = [override.removeprefix(DATASET) for override in overrides if override.startswith(DATASET)]
+        return datasets[-1] if datasets else _dataset_in(overrides[0].removeprefix(PRESET))
+
+    def part_of(self, setting: str) -> tuple[str, str, str]:
+        """The item, the preset and the data set of a setting: those with the same ones are one ablation."""
+        preset = str(self.settings[setting].get(EXPERIMENT, self.experiment))
+        return self.run_by[setting], preset, self.dataset_of(setting)
+
+    @property
+    def starts(self) -> dict[str, str]:
+        """The settings whose runs start from another one's, with the name of that one."""
+        values = {name: str(changes.get(START_FROM, "")) for name, changes in self.settings.items()}
+        return {name: text.removeprefix(RUN_OF) for name, text in values.items() if text.startswith(RUN_OF)}
+
+
+@cache
+def _dataset_in(preset: str) -> str:
+    """The data set that a preset chooses, itself or through the preset that it begins with."""
+    file = Path(preset) if preset.endswith(ENDINGS) else CONF / "experiment" / f"{preset}.yaml"
+    values = read_yaml(file.read_text())
+    dataset = values.get("data", {}).get("dataset")
+    if dataset is not None:
+        return str(dataset)
+    before = [each for each in values.get("defaults", []) if isinstance(each, str) and each != "_self_"]
+    return _dataset_in(before[-1]) if before else DEFAULT_DATASET
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table or figure of a paper.
+
+    Attributes:
+        name: paper and item, such as fedoras/tab6.
+        source: where it is published.
+        runs_of: the items whose runs it reads, itself among them if it has runs of its own.
+        missing: what fedloom lacks to run it, such as a data set; empty if it can be run. Such an item has published
+            numbers and claims alone, and one scale, whose settings are those that were published.
+        file: where it was read from.
+    """
+
+    name: str
+    title: str
+    source: str
+    note: str
+    runs_of: tuple[str, ...]
+    scales: Mapping[str, Scale]
+    quantities: Mapping[str, Quantity]
+    claims: tuple[Claim, ...]
+    missing: str = ""
+    file: Path = Path()
+
+    @property
+    def needs_runs(self) -> bool:
+        """Whether anything of it is read from runs; otherwise it is counted in seconds."""
+        return any(isinstance(quantity.source, Read) for quantity in self.quantities.values())
+
+    def scale_for(self, wanted: str) -> str:
+        """The scale that counts for the wanted one: what needs no training is counted at the paper's scale alone."""
+        return wanted if wanted in self.scales else next(iter(self.scales))
+
+    def claims_at(self, scale: str) -> list[Claim]:
+        """The claims that are made at a scale."""
+        return [claim for claim in self.claims if scale in (claim.scales or self.scales)]
+
+
+def item_names(folder: Path = ITEMS) -> list[str]:
+    """The names of all items, such as fedoras/tab6, by paper and in the order of their files."""
+    return sorted(f"{file.parent.name}/{file.stem}" for file in folder.glob(f"*/*{ENDING}"))
+
+
+def all_items() -> list[Item]:
+    """The items of all papers."""
+    return [load_item(name) for name in item_names()]
+
+
+def load_given(text: str) -> Item:
+    """An item by its name, or one of the user's own by the path of its file, which lies in the folder of its paper."""
+    if not text.endswith(ENDING):
+        return load_item(text)
+    path = Path(text)
+    if not is_path(text) or not path.is_file():
+        raise ValueError(f"{shown(text)}: there is no such file")
+    folder = path.absolute().parent
+    check_name("item", f"{folder.name}-{path.stem}")
+    return load_item(f"{folder.name}/{path.stem}", folder.parent)
+
+
+def load_item(name: str, folder: Path = ITEMS) -> Item:
+    """Reads and checks an item; ValueError in one line for an unknown one, and for a file that is not one."""
+    file = folder / f"{name}{ENDING}"
+    if not file.is_file():
+        known = item_names(folder)
+        ends = {each.rpartition("/")[2]: each for each in known}
+        close = nearest(name, known) or nearest(ends.get(name, name), known) or nearest(name, [*ends])
+        raise ValueError(f"no such item: {shown(name)}{close}; fedloom reproduce --list shows all")
+    entry, where = _entry(file), f"paper/{name}{ENDING}"
+    if entry.missing:
+        for key in ("runs", "runs_of"):
+            if getattr(entry, key):
+                raise ValueError(f"{where}: missing says that it cannot be run: leave out {key}")
+        names: dict[str, dict[str, Any]] = {
+            setting: {} for quantity in entry.quantities.values() for setting in quantity.by_setting
+        }
+        runs_of: tuple[str, ...] = (name,)
+        scales = {PAPER: Scale(experiment="", settings=names)}
+    else:
+        by_item = dict(_runs(entry, name, folder, where))
+        runs_of, scales = tuple(by_item), _scales(by_item, where)
+    item = Item(
+        name=name,
+        title=entry.title,
+        source=entry.source,
+        note=entry.note,
+        runs_of=runs_of,
+        scales=scales,
+        quantities=entry.quantities,
+        claims=entry.claims,
+        missing=entry.missing,
+        file=file,
+    )
+    _check_quantities(item, where)
+    _check_claims(item, where)
+    return item
+
+
+def _entry(file: Path) -> ItemEntry:
+    try:
+        return _parsed(file.read_text(), f"paper/{file.parent.name}/{file.name}")
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise ValueError(f"{file}: cannot be read as YAML: {error.problem}{line}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{file}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
+@lru_cache
+def _parsed(text: str, where: str) -> ItemEntry:
+    """The content of a file, which other items may read, too."""
+    try:
+        return ItemEntry.model_validate(read_yaml(text))
+    except ValidationError as error:
+        raise ValueError(f"{where}: {_refusal(error)}") from error
+
+
+def _runs(entry: ItemEntry, name: str, folder: Path, where: str) -> Iterator[tuple[str, RunsEntry]]:
+    """What the other items run whose runs it reads, then its own, with the items' names."""
+    others = [other for other in entry.runs_of if other != name]
+    _check_known(others, item_names(folder), "item", f"{where}: runs_of: ")
+    for other in others:
+        runs = _entry(folder / f"{other}{ENDING}").runs
+        if runs is None:
+            raise ValueError(f"{where}: runs_of={other} has no runs of its own: name the item that has them")
+        yield other, runs
+    if entry.runs is not None:
+        yield name, entry.runs
+    elif not others:
+        raise ValueError(f"{where}: runs: say what is run, or counted, at paper or small")
+
+
+def _scales(by_item: Mapping[str, RunsEntry], where: str) -> dict[str, Scale]:
+    """The runs of all items as one scale each; ValueError if they have a setting twice, or other seeds or overrides."""
+    scales: dict[str, Scale] = {}
+    for scale_name in SCALES:
+        place = f"{where}: {scale_name}"
+        for name, runs in by_item.items():
+            entry: ScaleEntry | None = getattr(runs, scale_name)
+            if entry is None:
+                continue
+            run_by = dict.fromkeys(entry.settings, name)
+            scale = Scale(entry.experiment, entry.settings, entry.seeds, entry.overrides, run_by)
+            before = scales.get(scale_name)
+            scales[scale_name] = scale if before is None else _together(before, scale, name, place)
+        if scale_name in scales:
+            _check_starts(scales[scale_name], place)
+    return scales
+
+
+def _together(first: Scale, second: Scale, name: str, where: str) -> Scale:
+    """The runs of the first scale and those that the item of this name adds."""
+    if twice := [setting for setting in second.settings if setting in first.settings]:
+        raise ValueError(f"{where}: {first.run_by[twice[0]]} and {name} both have the setting {twice[0]!r}: rename one")
+    if (second.seeds, second.overrides) != (first.seeds, first.overrides):
+        names = f"{next(iter(first.run_by.values()))} and {name}"
+        raise ValueError(f"{where}: {names} differ in seeds or overrides: give both the same")
+    settings = {setting: {EXPERIMENT: second.experiment, **keys} for setting, keys in second.settings.items()}
+    return replace(first, settings={**first.settings, **settings}, run_by={**first.run_by, **second.run_by})
+
+
+def _check_starts(scale: Scale, where: str) -> None:
+    """Raises ValueError for runs that start from a setting that is not there, or is not run before them."""
+    if any(override.startswith(f"{START_FROM}={RUN_OF}") for override in scale.overrides):
+        raise ValueError(f"{where}: {START_FROM}={RUN_OF}NAME stands in settings, not in overrides")
+    parts = [scale.part_of(name) for name in scale.settings] if scale.starts else []
+    positions = {name: parts.index(part) for name, part in zip(scale.settings, parts, strict=False)}
+    for name, other in scale.starts.items():
+        start = f"{where}: {name}: {START_FROM}={RUN_OF}{other}"
+        if other not in positions:
+            known = ", ".join(scale.settings)
+            raise ValueError(f"{start}: there is no such setting; there are {known}, and those of items in runs_of")
+        if positions[other] >= positions[name]:
+            raise ValueError(
+                f"{start}: that setting is not run before: write it above, with another preset, or as that of an item "
+                "in runs_of"
+            )
+
+
+def _check_quantities(item: Item, where: str) -> None:
+    """Raises ValueError for a combination of what is not there, and for what is measured but not run."""
+    settings = [*dict.fromkeys(setting for scale in item.scales.values() for setting in scale.settings)]
+    above: list[str] = []
+    for name, quantity in item.quantities.items():
+        if isinstance(quantity.source, Combined):
+            for operand in (quantity.source.first, quantity.source.second):
+                place = f"{where}: quantities: {name}: "
+                _check_known([operand.quantity], above, "quantity above it", place)
+                _check_known(filter(None, [operand.setting]), settings, "setting", place)
+        elif quantity.source is not None and item.missing:
+            raise ValueError(f"{item.name}: {name} is measured, but missing says that it cannot be run")
+        above.append(name)
+    if item.needs_runs and {*item.scales} != {*SCALES}:
+        raise ValueError(f"{item.name}: it reads results of runs: say in runs what is run at {' and '.join(SCALES)}")
+
+
+def _check_claims(item: Item, where: str) -> None:
+    """Raises ValueError for claims of scales, quantities or settings that are not there, or of what is not measured."""
+    for number, claim in enumerate(item.claims, 1):
+        place = f"{where}: claims {number}"
+        _check_known(claim.scales, [*item.scales], "scale", f"{place}: ")
+        for check in claim.checks:
+            operands = [check.operand, *([check.other] if isinstance(check, Comparison) else [])]
+            _check_known([operand.quantity for operand in operands], [*item.quantities], "quantity", f"{place}: ")
+            settings = [*filter(None, (operand.setting for operand in operands)), *check.settings]
+            if isinstance(check, Monotone) and check.along == "settings":
+                settings += check.order
+            for scale in claim.scales or item.scales:
+                _check_known(settings, [*item.scales[scale].settings], "setting", f"{place}, at scale {scale}: ")
+            for operand in operands:
+                if item.quantities[operand.quantity].source is None and not item.missing:
+                    raise ValueError(
+                        f"{place}: {operand.quantity} is only published: a claim compares what is measured"
+                    )
+
+
+def _check_known(names: Iterable[str], known: Sequence[str], what: str, where: str = "") -> None:
+    """Raises ValueError for a name that is not known."""
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"{where}there is no {what} {name!r}{nearest(name, [*known])}; there are {', '.join(known)}"
+            )
