@@ -76,7 +76,7 @@ TINY = (
 )
 OWN = ("plugins.py", "eval(annotation, names)")
 """Types that a user's own code, which is being imported, has written as text."""
-SAFE_YAML = ("fields.py", "yaml.load(file.read_text(), getattr(yaml, 'CSafeLoader', yaml.SafeLoader))")
+SAFE_YAML = ("items.py", "yaml.load(text, getattr(yaml, 'CSafeLoader', yaml.SafeLoader))")
 """What `yaml.safe_load` does, by libyaml's parser where there is one: both loaders make nothing but plain values."""
 IMPORTING = ("import_module", "__import__", "exec_module", "run_path", "run_module")
 IMPORTERS = {"plugins.py", "shipping.py"}

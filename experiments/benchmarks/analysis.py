@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from fedloom.experiments import analysis
 from fedloom.experiments.benchmarks.generated import write_results
+from fedloom.experiments.benchmarks.processes import printed
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.tables import TABLES
 
@@ -86,8 +86,7 @@ def measure(root: Path) -> dict[str, float]:
 
 def _in_process(root: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "fedloom.experiments.benchmarks.analysis", "--measure", os.fspath(root)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    figures: dict[str, Any] = printed(command)
     return figures
 
 

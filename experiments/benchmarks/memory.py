@@ -10,12 +10,12 @@ activations and gradients of a batch. (The paper reports 4.18 GB for SPIDER's tw
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 
 import torch
 
+from fedloom.experiments.benchmarks.processes import printed
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
@@ -84,8 +84,7 @@ def measure(batch_size: int, extra: list[str]) -> dict[str, float]:
     peaks = {}
     for case in CASES:
         command = [sys.executable, "-m", __spec__.name, "--case", case, "--batch-size", str(batch_size), *extra]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[case] = int(done.stdout.splitlines()[-1])
+        peaks[case] = int(printed(command))
     return {
         **{f"{case}_mb": peak / 1e6 for case, peak in peaks.items()},
         "spider_to_supernet": peaks["spider"] / peaks["supernet"],

@@ -1,12 +1,27 @@
-"""Memory of a process and its descendants as proportional set size, so that shared pages count once."""
+"""Processes of benchmarks: what one prints, and its memory with all descendants as proportional set size.
 
+Shared pages count once.
+"""
+
+import json
+import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 RAY_OWN = ("gcs_server", "dashboard", "log_monitor", "monitor.py", "runtime_env", "agent.py", "plasma")
 """Parts of the command lines of Ray's own processes."""
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Their titles once they are at work; actors have titles, too."""
+
+
+def printed(command: Sequence[str]) -> Any:
+    """The JSON that a command prints on its last line; ends this process if it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit code {done.returncode}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def descendants(pid: int) -> list[int]:
@@ -19,11 +34,11 @@ def descendants(pid: int) -> list[int]:
             except OSError:
                 continue
             parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = [], [pid]
+    pids, todo = [], [pid]
     while todo:
-        found.append(todo.pop())
-        todo += parents.get(found[-1], [])
-    return found
+        pids.append(todo.pop())
+        todo += parents.get(pids[-1], [])
+    return pids
 
 
 def pss_bytes(pid: int) -> int:
@@ -38,17 +53,17 @@ def pss_bytes(pid: int) -> int:
 
 def mapped_data_bytes(pid: int) -> int:
     """The part of `pss_bytes` that is pages of prepared data sets (.npy), which the kernel drops when it needs room."""
-    found, is_data = 0, False
+    size_bytes, is_data = 0, False
     try:
         with open(f"/proc/{pid}/smaps") as lines:
             for line in lines:
                 if line[0] in "0123456789abcdef":
                     is_data = line.rstrip().endswith(".npy")
                 elif is_data and line.startswith("Pss:"):
-                    found += int(line.split()[1]) * 1024
+                    size_bytes += int(line.split()[1]) * 1024
     except OSError:
         return 0
-    return found
+    return size_bytes
 
 
 def is_rays_own(pid: int) -> bool:
@@ -71,7 +86,6 @@ class MemoryWatch:
     def __init__(self, pid: int, every_s: float = 0.3) -> None:
         self.pid, self.every_s = pid, every_s
         self.peak_bytes = self.ray_bytes = self.data_bytes = 0
-        self.samples: list[int] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -79,10 +93,9 @@ class MemoryWatch:
         while not self._stop.wait(self.every_s):
             by_pid = {pid: pss_bytes(pid) for pid in descendants(self.pid)}
             ray = sum(size for pid, size in by_pid.items() if is_rays_own(pid))
-            own = sum(by_pid.values()) - ray
-            self.samples.append(own)
-            if own > self.peak_bytes:
-                self.peak_bytes = own
+            fedloom = sum(by_pid.values()) - ray
+            if fedloom > self.peak_bytes:
+                self.peak_bytes = fedloom
                 self.data_bytes = sum(mapped_data_bytes(pid) for pid in by_pid)
             self.ray_bytes = max(self.ray_bytes, ray)
 

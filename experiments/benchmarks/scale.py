@@ -12,7 +12,6 @@ one; with a folder in memory (/dev/shm) the time is the platform's alone, withou
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
+from fedloom.experiments.benchmarks.processes import printed
 from fedloom.experiments.benchmarks.scale_case import ScaleCase
 from fedloom.experiments.benchmarks.scale_model import server_of
 
@@ -207,10 +207,7 @@ def measured(cases: list[ScaleCase], repeats: int, folder: str) -> list[list[Fig
 def run_in_process(case: ScaleCase, folder: str) -> Figures:
     """Runs a case in a separate process."""
     command = [sys.executable, "-m", "fedloom.experiments.benchmarks.scale_case", json.dumps(asdict(case)), folder]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{case} failed with exit code {done.returncode}")
-    figures: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+    figures: Figures = printed(command)
     return figures
 
 

@@ -10,7 +10,6 @@ functions; parts within parts are not counted twice. The last line is one JSON o
 import argparse
 import json
 import logging
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from fedloom.actors.address import stay_on_loopback
 from fedloom.actors.cluster import connected
 from fedloom.actors.server import make_pool
 from fedloom.experiments.benchmarks.cases import CASES, run_config
+from fedloom.experiments.benchmarks.processes import printed
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients import execution
 from fedloom.platform.clients.assignments import ClientResult
@@ -131,8 +131,7 @@ def in_process(case: str, actors: int, precision: str) -> dict[str, float]:
     """The figures of a case, measured in a separate process."""
     command = [sys.executable, "-m", "fedloom.experiments.benchmarks.where", "--one", case]
     command += ["--actors", str(actors), "--precision", precision]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    figures: dict[str, float] = json.loads(out.strip().splitlines()[-1])
+    figures: dict[str, float] = printed(command)
     return figures
 
 

@@ -53,15 +53,14 @@ def entries(
     Without `counting`, what needs no training has no outcome: to count all of it takes minutes the first time. With
     `recorded`, what fedloom keeps of its own runs stands for items of which nothing is run here.
     """
-    found = []
+    board = []
     for item in items:
         scales = item.scales if item.needs_runs or counting else ()
         if scales and tell is not None:
             tell(f"looking at {item.name}")
-        found.append(
-            Entry(item, {scale: outcome_of(item, Asked(scale), results, recorded=recorded) for scale in scales})
-        )
-    return found
+        outcomes = {scale: outcome_of(item, Asked(scale), results, recorded=recorded) for scale in scales}
+        board.append(Entry(item, outcomes))
+    return board
 
 
 # -- what an item needs -----------------------------------------------------------------------------------------------
@@ -105,29 +104,24 @@ def need_of(item: Item, scale: str) -> Need:
     parts = parts_of(item, Asked(scale))
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
-    return Need(_work_of(item, scale), datasets, tuple(filter(None, lacking)), _hours_of(item, scale))
-
-
-def _work_of(item: Item, scale: str) -> float | None:
-    """The MACs of all runs that an item reads; None if those of some were not counted."""
-    found = [counted_work().get(name, {}).get(scale) for name in dict.fromkeys(item.scales[scale].run_by.values())]
-    known = [macs for macs in found if macs is not None]
-    return sum(known) if len(known) == len(found) else None
-
-
-def _hours_of(item: Item, scale: str) -> float | None:
-    """How long the runs of a whole record took; a damaged one is refused where records are asked for."""
+    run_by = dict.fromkeys(item.scales[scale].run_by.values())
+    known = [macs for name in run_by if (macs := counted_work().get(name, {}).get(scale)) is not None]
     try:
         record = record_of(item, Asked(scale))
-    except ValueError:
-        return None
-    return record.hours if record is not None and record.is_whole else None
+    except ValueError:  # a damaged record is refused where records are asked for
+        record = None
+    return Need(
+        macs=sum(known) if len(known) == len(run_by) else None,
+        datasets=datasets,
+        missing=tuple(filter(None, lacking)),
+        recorded_hours=record.hours if record is not None and record.is_whole else None,
+    )
 
 
-def list_block(found: Sequence[Entry]) -> Block:
+def list_block(board: Sequence[Entry]) -> Block:
     """A row per item: what it needs at both scales, and how its claims stand."""
     rows = []
-    for entry in found:
+    for entry in board:
         item = entry.item
         needs = {scale: need_of(item, scale) for scale in item.scales}
         paper, small = needs.get(PAPER, UNKNOWN), needs.get(SMALL, UNKNOWN)
@@ -174,7 +168,7 @@ def state_of(entry: Entry, scale: str) -> str:
 
 def counted_states(verdicts: Iterable[Verdict]) -> str:
     """The number of claims in each state, the best first."""
-    counts = Counter(found.state for found in verdicts)
+    counts = Counter(verdict.state for verdict in verdicts)
     if set(counts) == {NOT_RUN}:
         return NOT_RUN
     return ", ".join(f"{counts[state]} {state}" for state in reversed(STATES) if counts[state])
@@ -183,40 +177,39 @@ def counted_states(verdicts: Iterable[Verdict]) -> str:
 # -- the claims -------------------------------------------------------------------------------------------------------
 
 
-def papers(found: Sequence[Entry]) -> list[str]:
+def papers(board: Sequence[Entry]) -> list[str]:
     """The papers, in the order of the items."""
-    return list(dict.fromkeys(entry.item.name.partition("/")[0] for entry in found))
+    return list(dict.fromkeys(entry.item.name.partition("/")[0] for entry in board))
 
 
-def summary_block(found: Sequence[Entry]) -> Block:
+def summary_block(board: Sequence[Entry]) -> Block:
     """A row per paper: the number of claims in each state at both scales."""
     rows = []
-    for paper in papers(found):
-        own = [entry for entry in found if entry.item.name.startswith(f"{paper}/")]
-        states = [counted_states([v for e in own if s in e.outcomes for v in e.outcomes[s].verdicts]) for s in SCALES]
-        rows.append(
-            (paper, str(len(own)), str(sum(len(e.item.claims) for e in own)), *(text or ABSENT for text in states))
-        )
+    for paper in papers(board):
+        of_paper = [entry for entry in board if entry.item.name.startswith(f"{paper}/")]
+        verdicts = [[v for e in of_paper if s in e.outcomes for v in e.outcomes[s].verdicts] for s in SCALES]
+        states = [counted_states(of_scale) or ABSENT for of_scale in verdicts]
+        rows.append((paper, str(len(of_paper)), str(sum(len(e.item.claims) for e in of_paper)), *states))
     text = (
         "A claim is shown if the 95 % interval over seeds says so everywhere it is made, contradicted if it says the "
         "opposite anywhere. What is counted without training has no interval and stands under the paper's scale.",
-        *_about_records(found),
+        *_about_records(board),
     )
     heads = ("paper", "items", "claims", "paper scale", "small scale")
     return Block("Scoreboard", text, heads, tuple(rows), labels=5)
 
 
-def _about_records(found: Sequence[Entry]) -> tuple[str, ...]:
+def _about_records(board: Sequence[Entry]) -> tuple[str, ...]:
     names = [
         f"{entry.item.name} ({scale} scale{outcome.record.in_short.removeprefix('recorded')})"
-        for entry in found
+        for entry in board
         for scale, outcome in entry.outcomes.items()
         if outcome.record is not None
     ]
     return (f"Recorded, not run here: {', '.join(names)}.",) if names else ()
 
 
-def claims_block(found: Sequence[Entry], paper: str) -> Block:
+def claims_block(board: Sequence[Entry], paper: str) -> Block:
     """A row per claim of a paper, with its state at both scales and for the published numbers."""
     rows = [
         (
@@ -226,7 +219,7 @@ def claims_block(found: Sequence[Entry], paper: str) -> Block:
             in_the_paper(claim, entry.item),
             entry.item.missing or _why(pair),
         )
-        for entry in found
+        for entry in board
         if entry.item.name.startswith(f"{paper}/")
         for claim, pair in zip(entry.item.claims, entry.verdicts(), strict=True)
     ]
@@ -234,29 +227,29 @@ def claims_block(found: Sequence[Entry], paper: str) -> Block:
     return Block(f"Claims of {paper}", (), heads, tuple(rows), labels=6)
 
 
-def _state(found: Verdict | None) -> str:
-    return ABSENT if found is None else found.state
+def _state(verdict: Verdict | None) -> str:
+    return ABSENT if verdict is None else verdict.state
 
 
 def _why(pair: Sequence[Verdict | None]) -> str:
     """The reasons at both scales, but that a claim was not run, which needs none."""
-    reasons = [found.reason for found in pair if found is not None and found.state != NOT_RUN]
+    reasons = [verdict.reason for verdict in pair if verdict is not None and verdict.state != NOT_RUN]
     return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
-def missing_sentences(found: Sequence[Entry]) -> list[str]:
+def missing_sentences(board: Sequence[Entry]) -> list[str]:
     """The data that is not there, and where it belongs, with the items that need it."""
     items: dict[str, list[str]] = {}
-    for entry in found:
+    for entry in board:
         for scale in entry.item.scales:
             for text in need_of(entry.item, scale).missing:
                 items.setdefault(text, []).append(entry.item.name)
     return [f"{text} (for {', '.join(dict.fromkeys(names))})" for text, names in items.items()]
 
 
-def board_json(found: Sequence[Entry]) -> dict[str, Any]:
+def board_json(board: Sequence[Entry]) -> dict[str, Any]:
     """All items, needs and verdicts, for `--json`."""
-    return {"items": [_entry_json(entry) for entry in found], "missing": missing_sentences(found)}
+    return {"items": [_entry_json(entry) for entry in board], "missing": missing_sentences(board)}
 
 
 def _entry_json(entry: Entry) -> dict[str, Any]:

@@ -54,14 +54,14 @@ def cells(tables: Tables) -> pd.DataFrame:
     Source: SPIDER, Fig. 2.
     """
     requires(tables, "clients", "evaluations")
-    found = []
+    rows_by_run = []
     for key, rows in latest_architectures(tables).groupby(RUN_KEY, sort=False):
         parts = [text.split("/") for text in map(str, rows["architecture"])]
         halves = [(tuple(p[: len(p) // 2]), tuple(p[len(p) // 2 :])) for p in parts]
         different = (len({*halves}), len({normal for normal, _ in halves}), len({reduction for _, reduction in halves}))
-        found.append((*key, len(halves), *different))
+        rows_by_run.append((*key, len(halves), *different))
     columns = [*RUN_KEY, "silos", "distinct", "distinct_normal", "distinct_reduction"]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(rows_by_run, columns=columns)
 
 
 FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {

@@ -101,8 +101,8 @@ def _rows(item: Item, scale: Scale, measured: Mapping[str, Measured]) -> Iterato
 def _not_in(record: Record, parts: list[Part]) -> list[Part]:
     """The parts that are not in a record; all of them if runs of its own ablations are not."""
     others = [part for part in parts if part.ablation_id not in record.ablations]
-    own = sum(part.num_runs for part in parts if part.ablation_id in record.ablations)
-    return parts if record.runs[0] < own else others
+    recorded = sum(part.num_runs for part in parts if part.ablation_id in record.ablations)
+    return parts if record.runs[0] < recorded else others
 
 
 def _lacks(item: Item, scale: Scale, parts: Sequence[Part], results: Path, free: Sequence[str]) -> Iterator[str]:

@@ -30,19 +30,19 @@ SHIFT, APART = 0.2, 0.04
 """Distance between two settings' points at one place, and half of that from published to measured, in places."""
 
 
-def write_page(found: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
+def write_page(board: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
     """Writes report.html, report.md, tables.tex and the figures into the folder."""
-    outcomes = [entry.outcomes[scale] for entry in found for scale in SCALES if scale in entry.outcomes]
+    outcomes = [entry.outcomes[scale] for entry in board for scale in SCALES if scale in entry.outcomes]
     measured = [outcome for outcome in outcomes if any(row.measured is not None for row in outcome.rows)]
     content = Content(
         title="What the papers claim, and what is shown here",
         runs=(),
-        missing=tuple(missing_sentences(found)),
+        missing=tuple(missing_sentences(board)),
         blocks=(
-            summary_block(found),
-            *(block for paper in papers(found) if (block := claims_block(found, paper)).rows),
+            summary_block(board),
+            *(block for paper in papers(board) if (block := claims_block(board, paper)).rows),
             *(block for outcome in measured for block in number_blocks(outcome)),
-            list_block(found),
+            list_block(board),
         ),
         pictures=(drawn for outcome in measured if (drawn := picture(outcome)) is not None),
     )
@@ -122,7 +122,7 @@ def _point(axes: Axes, x: float, row: Row, colour: str, marker: str) -> None:
         style: dict[str, Any] = {"marker": marker, "color": tint(colour), "markerfacecolor": "white", "zorder": 2}
         axes.errorbar([x - APART], [row.published.value], yerr=[std], capsize=0, linestyle="", **style)
     if row.measured is not None:
-        found = row.measured
-        low, high = (found.mean if bound is None else bound for bound in (found.low, found.high))
-        spread = [[found.mean - low], [high - found.mean]]
-        axes.errorbar([x + APART], [found.mean], yerr=spread, capsize=3, linestyle="", marker=marker, color=colour)
+        mean = row.measured.mean
+        low, high = (mean if bound is None else bound for bound in (row.measured.low, row.measured.high))
+        spread = [[mean - low], [high - mean]]
+        axes.errorbar([x + APART], [mean], yerr=spread, capsize=3, linestyle="", marker=marker, color=colour)

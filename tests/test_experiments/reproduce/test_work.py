@@ -1,6 +1,7 @@
 """The work of every item, and what else is counted without training: recorded, because to count all takes minutes.
 
-FEDLOOM_RECORD=1 python -m pytest tests/test_experiments/reproduce/test_work.py
+FEDLOOM_RECORD=all python -m pytest tests/test_experiments/reproduce/test_work.py
+FEDLOOM_RECORD=fedoras/tab6,spider/tab1 python -m pytest ...    only these items; the others stay as they are
 """
 
 import os
@@ -43,6 +44,12 @@ def is_partial(scale: Scale, setting: str) -> bool:
     )
 
 
+def to_record(items: list[Item]) -> list[Item]:
+    """Those of the items that FEDLOOM_RECORD names; all of them if it is `all`, none if it is not set."""
+    names = os.environ.get("FEDLOOM_RECORD", "").split(",")
+    return [item for item in items if item.name in names or names == ["all"]]
+
+
 def own_scales(item: Item) -> dict[str, Scale]:
     """The scales with the settings that the item runs itself."""
     return {name: scale.only([s for s in scale.settings if scale.run_by[s] == item.name])
@@ -56,13 +63,15 @@ def own() -> list[Item]:
 
 
 def test_the_work_of_every_item_is_recorded(own: list[Item]) -> None:
-    if os.environ.get("FEDLOOM_RECORD"):
-        found = {item.name: {name: counted(scale) for name, scale in own_scales(item).items()} for item in own}
-        known = {item: {n: float(f"{v:.3g}") for n, v in macs.items() if v is not None} for item, macs in found.items()}
+    if items := to_record(own):
+        work = dict(counted_work())
+        for item in items:
+            macs = {name: counted(scale) for name, scale in own_scales(item).items()}
+            work[item.name] = {name: float(f"{value:.3g}") for name, value in macs.items() if value is not None}
         head = (
             "# MACs of all runs of an item: a training step counts as three passes. A test counts and records them.\n"
         )
-        WORK.write_text(head + yaml.safe_dump(known, sort_keys=True))
+        WORK.write_text(head + yaml.safe_dump(work, sort_keys=True))
         counted_work.cache_clear()
     assert {item.name for item in own} == {*counted_work()}
 
@@ -104,12 +113,15 @@ def counted_alone(item: Item) -> Item:
 
 @pytest.mark.slow
 def test_what_is_counted_is_recorded() -> None:
-    found = {item.name: counts(item) for item in all_items() if counted_alone(item).quantities}
-    if os.environ.get("FEDLOOM_RECORD"):
+    items = [item for item in all_items() if counted_alone(item).quantities]
+    if named := to_record(items):
+        known = {**counted_before(), **{item.name: counts(item) for item in named}}
         head = "# What is counted without training, for --recorded. A test counts and records it.\n"
-        COUNTED.write_text(head + yaml.safe_dump(found, sort_keys=True))
+        COUNTED.write_text(head + yaml.safe_dump(known, sort_keys=True))
         counted_before.cache_clear()
-    assert found == counted_before()
+    assert {item.name: counts(item) for item in named or items} == {
+        name: values for name, values in counted_before().items() if not named or name in {i.name for i in named}
+    }
 
 
 def test_what_is_counted_otherwise_now_is_counted_anew() -> None:
