@@ -217,7 +217,7 @@ def _plugins(args: argparse.Namespace) -> int:
 
 
 def _tables(args: argparse.Namespace) -> int:
-    from fedloom.experiments.columns import described_tables, show_tables
+    from fedloom.experiments.show import described_tables, show_tables
 
     show_tables(described_tables(args.words), as_json=args.json)
     return OK

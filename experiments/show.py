@@ -1,13 +1,16 @@
-"""Terminal output of runs and reports: a line per round, tables at the end, or one JSON object."""
+"""Terminal output of runs, reports and table descriptions: lines and tables, or one JSON object."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
 from fedloom.experiments.terminal import complain, console, where, write_json
+from fedloom.platform.plugins import nearest
 from fedloom.platform.results.copies import fetch
+from fedloom.platform.results.tables import COLUMNS, PARTITION, ROWS, unit_of
 from fedloom.platform.runs.logs import round_line
 
 if TYPE_CHECKING:
@@ -104,3 +107,42 @@ def show_report(files: "ReportFiles", table: RenderableType, figures: dict[str, 
         screen.print(f"missing: {sentence}")
     for file in (files.html, files.markdown, files.latex, *files.plots):
         screen.print(str(file))
+
+
+KINDS = {"int": "int", "float": "float", "str": "text", "bool": "bool", "time": "time (UTC)"}
+NARROWEST = 30
+"""Characters of a meaning's line, however narrow the terminal is."""
+
+
+def described_tables(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Each named table (all, if none is named) with what a row is and its columns; ValueError for an unknown table."""
+    for name in names:
+        if name not in COLUMNS:
+            known = ", ".join(COLUMNS)
+            raise ValueError(f"there is no table {name!r}{nearest(name, [*COLUMNS])}; there are {known}")
+    tables = []
+    for table in [table for table in COLUMNS if table in names or not names]:
+        columns = [
+            {"column": name, "type": KINDS[column.kind], "unit": unit_of(name), "meaning": column.meaning}
+            for name, column in {**PARTITION, **COLUMNS[table]}.items()
+        ]
+        tables.append({"table": table, "about": ROWS[table], "columns": columns})
+    return tables
+
+
+def show_tables(tables: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+    """Prints a line per column, or one JSON object."""
+    if as_json:
+        write_json({"tables": list(tables)})
+        return
+    screen = console()
+    for table in tables:
+        screen.print(f"{table['table']}: {table['about']}", style="bold")
+        heads = ("column", "type", "unit")
+        widths = [max(len(head), *(len(row[head]) for row in table["columns"])) for head in heads]
+        for row in table["columns"]:
+            start = "  " + "  ".join(row[head].ljust(width) for head, width in zip(heads, widths, strict=True))
+            first, *rest = wrap(row["meaning"], max(NARROWEST, screen.width - len(start) - 2))
+            for line in (f"{start}  {first}", *(f"{' ' * len(start)}  {line}" for line in rest)):
+                screen.print(line)
+        screen.print()

@@ -10,7 +10,7 @@ from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
 from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
 from fedloom.platform.results.files import as_stored, from_json, read_json
-from fedloom.platform.results.manifest import has_sealed_checkpoint, manifest_path, problems
+from fedloom.platform.results.manifest import has_hashed_checkpoint, manifest_path, problems
 from fedloom.platform.results.paths import NAMES, STATE_FILE, Names, RunPaths, read_names
 from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import count_rows, is_done, read_runs, stored_parts
@@ -47,7 +47,7 @@ def verified(paths: RunPaths) -> Verified:
 
 
 def _remarks(paths: RunPaths) -> tuple[str, ...]:
-    if manifest_path(paths).exists() or has_sealed_checkpoint(paths):
+    if manifest_path(paths).exists() or has_hashed_checkpoint(paths):
         return ()
     if as_stored(paths.checkpoint / STATE_FILE).exists():
         return ("no manifest: an earlier version of fedloom wrote this run",)

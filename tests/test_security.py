@@ -28,13 +28,13 @@ from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.store.ablations import write_ablation
 from fedloom.experiments.verify import verified
 from fedloom.platform.federation.config import RayConfig, RunConfig
-from fedloom.platform.results.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
+from fedloom.platform.results.checkpoint import TensorGroup, load_checkpoint, load_model, save_checkpoint, save_model
 from fedloom.platform.results.files import (
     MOST_TEXT_BYTES,
+    from_hashed_json,
+    hashed_json,
     opened,
     read_file,
-    sealed_json,
-    unsealed,
     within,
     write_atomically,
 )
@@ -42,7 +42,6 @@ from fedloom.platform.results.manifest import Manifest, check_files
 from fedloom.platform.results.paths import STATE_FILE, RunPaths, find_run, run_paths
 from fedloom.platform.results.store import output_folder
 from fedloom.platform.results.tables import TABLES, read_part
-from fedloom.platform.results.tensor_group import TensorGroup
 from fedloom.platform.results.writer import TableParts
 from fedloom.platform.runs.run import Label, make_serial, resume_run, start_run
 from fedloom.platform.runs.sources import check_code_places
@@ -331,13 +330,13 @@ def test_what_results_name_is_looked_for_in_its_folder_alone(name: object, tmp_p
     with pytest.raises(ValueError, match=r"m\.json is damaged"):
         load_model(paths, "m")
     if isinstance(name, str):
-        put(paths.artifacts, "manifest.json", sealed_json({"version": 1, "files": {name: []}}).decode())
+        put(paths.artifacts, "manifest.json", hashed_json({"version": 1, "files": {name: []}}).decode())
         with pytest.raises(ValueError, match="is not the manifest of a run"):
             check_files(paths)
     save_checkpoint(paths.checkpoint, {"b": TensorGroup({}, 1)}, {})
-    state = unsealed((paths.checkpoint / STATE_FILE).read_bytes(), Path())
+    state = from_hashed_json((paths.checkpoint / STATE_FILE).read_bytes(), Path())
     state["bags"]["b"]["file"] = name
-    (paths.checkpoint / STATE_FILE).write_bytes(sealed_json(state))
+    (paths.checkpoint / STATE_FILE).write_bytes(hashed_json(state))
     with pytest.raises(ValueError, match=r"is no name of a file|is not the state of a checkpoint"):
         load_checkpoint(paths.checkpoint)
 

@@ -40,7 +40,7 @@ from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fedoras import FedorASConfig
 from fedloom.platform.results.checkpoint import list_models
-from fedloom.platform.results.files import content_hash, sync_file, sync_folder
+from fedloom.platform.results.files import content_hash, sync
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.store import output_folder
 from fedloom.platform.results.tables import read_table
@@ -203,14 +203,14 @@ def _write_files(folder: Path, name: str, files: Mapping[str, Path], contents: M
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as staging:
         for kind, path in files.items():
             (Path(staging) / path.name).write_bytes(contents[kind])
-            sync_file(Path(staging) / path.name)
+            sync(Path(staging) / path.name)
         for path in files.values():
             os.replace(Path(staging) / path.name, path)
     for kind in FORMATS:
         # Deletes files of other formats from an earlier export of this name, which the new card does not list.
         if replaces and kind not in files:
             (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    sync_folder(folder)
+    sync(folder)
 
 
 # -- the model card --------------------------------------------------------------------------------------------------

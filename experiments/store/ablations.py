@@ -11,10 +11,10 @@ from typing import Any
 from fedloom.experiments.store.differences import differences, with_differences
 from fedloom.platform.results.files import (
     check_name,
-    is_sealed,
+    from_hashed_json,
+    hashed_json,
+    is_hashed,
     read_file,
-    sealed_json,
-    unsealed_if_sealed,
     write_atomically,
 )
 from fedloom.platform.results.paths import list_runs
@@ -26,7 +26,7 @@ VERSION = 3
 
 Those of version 1 hold every trial's whole configuration instead of its differences from that of the first.
 """
-FIRST_SEALED = 3
+FIRST_HASHED = 3
 
 FIGURES = ("macs_by_axis", "stages_by_axis", "tiers_by_axis", "metric_by_axis", "time_by_axis", "fronts")
 """The allowed `figures` of an ablation, which the report draws."""
@@ -125,7 +125,7 @@ def write_ablation(root: Path, ablation: Ablation) -> None:
     base = ablation.trials[0].config if ablation.trials else {}
     trials = [_stored(trial, base) for trial in ablation.trials]
     values = {"version": VERSION, **vars(ablation), "base": base, "trials": trials}
-    write_atomically(folder / PLAN, sealed_json(values))
+    write_atomically(folder / PLAN, hashed_json(values))
 
 
 def _stored(trial: Trial, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,11 +138,11 @@ def read_ablation(folder: Path) -> Ablation:
     """Reads the plan in a folder; ValueError if it is missing, damaged or changed, or has a newer format."""
     path = folder / PLAN
     try:
-        values = unsealed_if_sealed(read_file(path), path)
+        values = from_hashed_json(read_file(path), path, allow_plain=True)
         version = values.pop("version")
         if version > VERSION:
             raise ValueError(f"{path} was written by a newer version of fedloom: read it with that version")
-        if version >= FIRST_SEALED and not is_sealed(path):
+        if version >= FIRST_HASHED and not is_hashed(path):
             raise ValueError(f"{path} has lost its hash: restore it from a copy")
         base = values.pop("base", {})
         trials = tuple(_read(folder.name, trial, base) for trial in values.pop("trials"))

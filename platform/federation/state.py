@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.results.tensor_group import TensorGroup
+from fedloom.platform.results.checkpoint import TensorGroup
 from fedloom.platform.spaces.slices import Weights
 
 if TYPE_CHECKING:

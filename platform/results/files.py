@@ -26,11 +26,10 @@ MOST_NOTE_BYTES = 1 << 20
 MOST_TEXT_BYTES = 1 << 28
 """Size of the largest text or JSON that is read, 256 MiB: a checkpoint's state holds about 100 bytes per client."""
 
-_MOST_BITS = 63
-_OWNER_NUMBER = re.compile(r"~[0-9]{1,9}(?=\.)")
-
 T = TypeVar("T")
 
+_MOST_BITS = 63
+_OWNER_NUMBER = re.compile(r"~[0-9]{1,9}(?=\.)")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]*|[0-9]+[A-Za-z_.+-][A-Za-z0-9_.+-]*")
 
 
@@ -72,12 +71,13 @@ def opened(path: Path, flags: int = os.O_RDONLY, most_bytes: int = MOST_BYTES) -
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link; a pipe without a reader or a socket
             raise
         raise ValueError(irregular(path)) from error
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_size <= most_bytes:
+    status = os.fstat(descriptor)
+    is_regular = stat.S_ISREG(status.st_mode)
+    if is_regular and status.st_size <= most_bytes:
         return descriptor
     os.close(descriptor)
-    if stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path} has {found.st_size} bytes, of which at most {most_bytes} are read: move it away")
+    if is_regular:
+        raise ValueError(f"{path} has {status.st_size} bytes, of which at most {most_bytes} are read: move it away")
     raise ValueError(irregular(path))
 
 
@@ -112,14 +112,16 @@ def typed(kind: type[T], values: Any) -> T:
     """
     if not isinstance(values, dict):
         raise TypeError(f"{shown(values)} is no object")
-    given = {f.name: values[f.name] for f in fields(kind) if f.name in values or f.default is MISSING}  # type: ignore[arg-type]  # dataclasses only
-    for field in fields(kind):  # type: ignore[arg-type]
-        wanted, value = field.type if field.type in (int, float, bool) else str, given.get(field.name)
+    arguments = {}
+    for field in fields(kind):  # type: ignore[arg-type]  # dataclasses only
+        if field.name not in values and field.default is not MISSING:
+            continue
+        value = arguments[field.name] = values[field.name]
+        wanted = field.type if field.type in (int, float, bool) else str
         allowed = (int, float) if wanted is float else (wanted,)
-        too_long = isinstance(value, int) and value.bit_length() > _MOST_BITS
-        if field.name in given and (type(value) not in allowed or too_long):
+        if type(value) not in allowed or (isinstance(value, int) and value.bit_length() > _MOST_BITS):
             raise TypeError(f"{field.name}={shown(value, repr)}")
-    return kind(**given)
+    return kind(**arguments)
 
 
 def content_hash(content: bytes) -> str:
@@ -138,18 +140,9 @@ def remove_temporaries(folder: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def sync_file(path: Path) -> None:
-    """Waits until the file's content is on the disk."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the folder's entries (creations, renames, deletions) are on the disk."""
-    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a folder's entries (creations, renames, deletions), are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -159,7 +152,7 @@ def _sync(path: Path, flags: int) -> None:
 def publish(temporary: Path, path: Path) -> None:
     """Replaces `path` durably by a finished temporary file that is already synced."""
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> None:
@@ -233,52 +226,50 @@ def check_writable(folder: Path, what: str = "results folder") -> None:
         ) from error
 
 
+# -- JSON files with their own hash ------------------------------------------------------------------------------------
+
 HASH = "sha256"
 _HEAD = b'{"%s": "' % HASH.encode()
+ADVICE = "restore it from a copy, or start a new run"
 
 
-def sealed_json(values: Mapping[str, Any]) -> bytes:
+def hashed_json(values: Mapping[str, Any]) -> bytes:
     """The values as JSON, with the hash of all of them; ValueError for values that JSON cannot hold."""
-    return sealed_text(json.dumps(dict(values)))
+    return hashed_text(json.dumps(dict(values)))
 
 
-def sealed_text(text: str) -> bytes:
+def hashed_text(text: str) -> bytes:
     """The text of a JSON object, with its hash inserted."""
     body = text[1:].encode()
-    return b'{"%s": "%s"%s' % (HASH.encode(), content_hash(body).encode(), b", " + body if body != b"}" else body)
+    return b'%s%s"%s' % (_HEAD, content_hash(body).encode(), b", " + body if body != b"}" else body)
 
 
-def unsealed(content: bytes, path: Path) -> dict[str, Any]:
-    """The values of a JSON object; ValueError naming `path` if it is not whole, or not what was written."""
+def from_hashed_json(content: bytes, path: Path, *, allow_plain: bool = False) -> dict[str, Any]:
+    """The values of a JSON object; ValueError naming `path` if it is not whole, or not what was written.
+
+    With `allow_plain`, also of one that an earlier version wrote without a hash.
+    """
+    if allow_plain and not content.startswith(_HEAD):
+        values = from_json(content, path)
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} is damaged (it is not a JSON object): {ADVICE}")
+        return values
     try:
         values = from_json(content, path)
-        found = values.pop(HASH)
+        sha256 = values.pop(HASH)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged (it is not a whole sealed file): {ADVICE}") from error
-    head = b'{"%s": "%s"' % (HASH.encode(), str(found).encode())
+        raise ValueError(f"{path} is damaged (it is cut short, or its hash is missing): {ADVICE}") from error
+    head = b'%s%s"' % (_HEAD, str(sha256).encode())
     body = content[len(head) :].removeprefix(b", ")
-    if not content.startswith(head) or content_hash(body) != found:
+    if not content.startswith(head) or content_hash(body) != sha256:
         raise ValueError(f"{path} is damaged (its content is not what was written): {ADVICE}")
     return dict(values)
 
 
-def unsealed_if_sealed(content: bytes, path: Path) -> dict[str, Any]:
-    """Like `unsealed`, also of a JSON object that an earlier version wrote without a hash; ValueError if it is none."""
-    if content.startswith(_HEAD):
-        return unsealed(content, path)
-    values = from_json(content, path)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is damaged (it is not a JSON object): {ADVICE}")
-    return values
-
-
-def is_sealed(path: Path) -> bool:
+def is_hashed(path: Path) -> bool:
     """Whether there is such a file, whole or damaged."""
     try:
         with os.fdopen(opened(path), "rb") as file:
             return file.read(len(_HEAD)) == _HEAD
     except (OSError, ValueError):
         return False
-
-
-ADVICE = "restore it from a copy, or start a new run"

@@ -10,26 +10,27 @@ Rows are read from all files of a table's folder, so that a file there which is 
 
 import hashlib
 import os
+import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from fedloom.platform.results.files import (
     ADVICE,
     as_stored,
     content_hash,
+    from_hashed_json,
+    hashed_json,
     irregular,
-    is_sealed,
+    is_hashed,
     opened,
     read_file,
-    sealed_json,
-    unsealed,
     within,
     write_atomically,
 )
-from fedloom.platform.results.paths import STATE_FILE, RunPaths, leading_elsewhere
+from fedloom.platform.results.paths import STATE_FILE, RunPaths
 from fedloom.platform.words import said
 
 FILE = "manifest.json"
@@ -37,35 +38,35 @@ _TRIES = 20
 _TRY_AGAIN_S = 0.05
 
 
-class Seal(NamedTuple):
+class Digest(NamedTuple):
     """What identifies a file's content."""
 
     size_bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """The digest of a content."""
+        return cls(len(content), content_hash(content))
+
     def __str__(self) -> str:
         return f"{self.size_bytes} bytes, SHA-256 {self.sha256[:12]}"
 
 
-ANY = Seal(-1, "")
+ANY = Digest(-1, "")
 """Stands for any content."""
 
-Seals = tuple[Seal | None, ...]
+Digests = tuple[Digest | None, ...]
 """The contents that a file may have; None: it may be missing."""
 
-Replacing = Callable[[Path, Seal], AbstractContextManager[None]]
+Replacing = Callable[[Path, Digest], AbstractContextManager[None]]
 """Within the block the file is replaced by this content."""
 
 
-def seal_of(path: Path) -> Seal:
-    """The seal of a file."""
+def digest_of(path: Path) -> Digest:
+    """The digest of a file."""
     with os.fdopen(opened(path), "rb") as file:
-        return Seal(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def seal_of_bytes(content: bytes) -> Seal:
-    """The seal of a content."""
-    return Seal(len(content), content_hash(content))
+        return Digest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def manifest_path(paths: RunPaths) -> Path:
@@ -73,61 +74,62 @@ def manifest_path(paths: RunPaths) -> Path:
     return as_stored(paths.artifacts / FILE)
 
 
-def encoded(files: Mapping[str, Seals]) -> bytes:
+def encoded(files: Mapping[str, Digests]) -> bytes:
     """The content of a manifest."""
-    return sealed_json({"version": 1, "files": {name: list(seals) for name, seals in sorted(files.items())}})
+    return hashed_json({"version": 1, "files": {name: list(digests) for name, digests in sorted(files.items())}})
 
 
-def decoded(content: bytes, path: Path) -> dict[str, Seals]:
-    """The files of a manifest; ValueError naming `path` for one that is damaged, or newer than this version.
+def decoded(content: bytes, path: Path) -> dict[str, Digests]:
+    """The files of a manifest, all of which lie in the results.
 
-    All of them lie in the results.
+    Raises ValueError naming `path` for one that is damaged, or newer than this version.
     """
-    values = unsealed(content, path)
+    values = from_hashed_json(content, path)
     if values.get("version") != 1:
         raise ValueError(f"{path} was written by a newer version of fedloom: use that version")
+    files: dict[str, Digests] = {}
     try:
-        files = {n: tuple(None if s is None else Seal(*s) for s in seals) for n, seals in values["files"].items()}
-        for name in files:
+        for name, digests in values["files"].items():
             within(path.parent, name)
+            files[name] = tuple(None if digest is None else Digest(*digest) for digest in digests)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not the manifest of a run ({said(error)}): {ADVICE}") from error
     return files
 
 
-def either(one: Mapping[str, Seals], other: Mapping[str, Seals]) -> dict[str, Seals]:
+def either(one: Mapping[str, Digests], other: Mapping[str, Digests]) -> dict[str, Digests]:
     """A manifest that fits the files of either, and every mixture of them."""
-    missing: Seals = (None,)
+    missing: Digests = (None,)
     return {n: tuple(dict.fromkeys((*one.get(n, missing), *other.get(n, missing)))) for n in {**one, **other}}
 
 
 class Manifest:
     """The manifest of a run as its only writer keeps it."""
 
-    def __init__(self, paths: RunPaths, files: Mapping[str, Seals] | None = None) -> None:
+    def __init__(self, paths: RunPaths, files: Mapping[str, Digests] | None = None) -> None:
         """Nothing is written before `begin`, unless `files` are those of a run that has begun."""
         self._paths, self._begun = paths, files is not None
-        self._files: dict[str, Seals] = dict(files or {})
+        self._files: dict[str, Digests] = dict(files or {})
 
     @classmethod
     def of_run(cls, paths: RunPaths) -> "Manifest":
-        """The manifest of a run to go on with; of one that an earlier version wrote, all of its files are sealed."""
+        """The manifest of a run to go on with; of one that an earlier version wrote, all of its files are listed."""
         path = manifest_path(paths)
         if path.exists():
             return cls(paths, decoded(read_file(path), path))
         manifest = cls(paths, {})
-        manifest.add(sealed_files(paths))
+        manifest.add(listed_files(paths))
         return manifest
 
     def add(self, files: Iterable[Path]) -> None:
-        """Seals files that are not replaced any more."""
-        self._files |= {self._name(path): (seal_of(path),) for path in files}
+        """Digests files that are not replaced any more."""
+        self._files |= {self._name(path): (digest_of(path),) for path in files}
         self._write()
 
     def begin(self) -> None:
-        """Seals the files of a new run, and writes its manifest."""
+        """Digests the files of a new run, and writes its manifest."""
         self._begun = True
-        self.add(sealed_files(self._paths))
+        self.add(listed_files(self._paths))
 
     def require(self, path: Path) -> None:
         """Lists a file that has to be there, and carries its own hash."""
@@ -140,8 +142,8 @@ class Manifest:
         self._write()
 
     @contextmanager
-    def replacing(self, path: Path, new: Seal) -> Iterator[None]:
-        """Within the block the file is replaced by a content of this seal."""
+    def replacing(self, path: Path, new: Digest) -> Iterator[None]:
+        """Within the block the file is replaced by a content of this digest."""
         name = self._name(path)
         self._files[name] = (*self._files.get(name, (None,)), new)
         self._write()
@@ -165,13 +167,15 @@ class Manifest:
             write_atomically(self._paths.artifacts / FILE, encoded(self._files))
 
 
-def sealed_files(paths: RunPaths) -> list[Path]:
+def listed_files(paths: RunPaths) -> list[Path]:
     """The files of a run that its manifest lists."""
-    own = [paths.config, *paths.artifacts.glob("costs.json"), *paths.artifacts.glob("plugins*/**/*")]
-    own += paths.artifacts.glob("inputs/*")
-    cards = paths.models.glob("*.json")
-    parts = (part for folder in paths.tables() for part in folder.glob("part-*.parquet"))
-    return sorted(path for path in (*own, *cards, *parts) if path.is_file() and not path.name.startswith("."))
+    patterns = ("costs.json", "plugins*/**/*", "inputs/*", "models/*.json")
+    files = [paths.config, *(path for pattern in patterns for path in paths.artifacts.glob(pattern))]
+    files += [part for folder in paths.tables() for part in folder.glob("part-*.parquet")]
+    return sorted(path for path in files if path.is_file() and not path.name.startswith("."))
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def problems(paths: RunPaths) -> list[str]:
@@ -179,70 +183,83 @@ def problems(paths: RunPaths) -> list[str]:
 
     Nothing for a run without a manifest, if an earlier version wrote it or it ended before its first checkpoint.
     """
-    if elsewhere := leading_elsewhere(paths):
-        return [irregular(path) for path in elsewhere]
+    if irregular_paths := _irregular_paths(paths):
+        return [irregular(path) for path in irregular_paths]
     path = manifest_path(paths)
     last: tuple[bytes, list[str]] | None = None
     for _ in range(_TRIES):
         try:
             content = read_file(path)
         except FileNotFoundError:
-            return [f"{path} is missing: {ADVICE}"] if has_sealed_checkpoint(paths) else []
+            return [f"{path} is missing: {ADVICE}"] if has_hashed_checkpoint(paths) else []
         listed = decoded(content, path)
-        found = [*_mismatches(paths, listed), *_unlisted(paths, listed)]
+        mismatches = (_mismatch(paths.root / name, digests) for name, digests in sorted(listed.items()))
+        lines = [f"{line}: {ADVICE}" for line in mismatches if line]
+        # A part that was copied, or that a program which keeps folders alike put there, would double rows.
+        parts = sorted(part for folder in paths.tables() for part in folder.rglob("*.parquet"))
+        lines += [
+            f"{part} was not written by its run, and would be read as rows of it: move it out of the results"
+            for part in parts
+            if not part.name.startswith((".", "_")) and part.relative_to(paths.root).as_posix() not in listed
+        ]
         # Of a run at work, a file may have been replaced since the manifest was read.
-        if not found or (last is not None and last == (content, found)):
-            return found
-        last = (content, found)
+        if not lines or last == (content, lines):
+            return lines
+        last = (content, lines)
         time.sleep(_TRY_AGAIN_S)
     return last[1] if last else []
 
 
-def has_sealed_checkpoint(paths: RunPaths) -> bool:
-    """Whether a run has a checkpoint with a hash of its own: all versions that write these write manifests, too."""
-    return is_sealed(as_stored(paths.checkpoint / STATE_FILE))
+def check_files(paths: RunPaths) -> None:
+    """Raises ValueError, in one line, for the first file of a run that does not match its manifest."""
+    lines = problems(paths)
+    if lines:
+        more = f" (and {len(lines) - 1} more: fedloom verify {paths.run_id})" if len(lines) > 1 else ""
+        raise ValueError(f"{lines[0]}{more}")
 
 
-def check_leads_nowhere(paths: RunPaths) -> None:
+def check_regular(paths: RunPaths) -> None:
     """Raises ValueError, in one line, for a link, a pipe or a device in a run's folders."""
-    for path in leading_elsewhere(paths):
+    for path in _irregular_paths(paths):
         raise ValueError(irregular(path))
 
 
-def check_files(paths: RunPaths) -> None:
-    """Raises ValueError, in one line, for the first file of a run that does not match its manifest."""
-    found = problems(paths)
-    if found:
-        more = f" (and {len(found) - 1} more: fedloom verify {paths.run_id})" if len(found) > 1 else ""
-        raise ValueError(f"{found[0]}{more}")
+def has_hashed_checkpoint(paths: RunPaths) -> bool:
+    """Whether a run has a checkpoint with a hash of its own: all versions that write these write manifests, too."""
+    return is_hashed(as_stored(paths.checkpoint / STATE_FILE))
 
 
-def _mismatches(paths: RunPaths, files: Mapping[str, Seals]) -> list[str]:
-    return [
-        f"{line}: {ADVICE}" for name, seals in sorted(files.items()) if (line := _mismatch(paths.root / name, seals))
-    ]
+def _irregular_paths(paths: RunPaths) -> list[Path]:
+    """What in a run's folders is neither a folder nor a regular file, and which of these folders are links.
+
+    Reading it could wait for ever, and whoever writes through it would change files outside the results.
+    """
+    tops = (paths.artifacts, *paths.tables())
+    above = {folder for top in tops for folder in (top, *top.parents) if folder.is_relative_to(paths.root)}
+    irregular_paths = sorted(folder for folder in above - {paths.root} if folder.is_symlink())
+    for top in tops:
+        for parent, folders, names in os.walk(top):
+            for path in (Path(parent, name) for name in sorted((*folders, *names))):
+                try:
+                    mode = os.lstat(path).st_mode
+                except FileNotFoundError:  # just removed
+                    continue
+                if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                    irregular_paths.append(path)
+    return irregular_paths
 
 
-def _unlisted(paths: RunPaths, files: Mapping[str, Seals]) -> list[str]:
-    """A part that was copied, or that a program which keeps folders alike put there, would double rows."""
-    parts = sorted(part for folder in paths.tables() for part in folder.rglob("*.parquet"))
-    return [
-        f"{part} was not written by its run, and would be read as rows of it: move it out of the results"
-        for part in parts
-        if not part.name.startswith((".", "_")) and part.relative_to(paths.root).as_posix() not in files
-    ]
-
-
-def _mismatch(path: Path, seals: Sequence[Seal | None]) -> str:
+def _mismatch(path: Path, digests: Digests) -> str:
+    """How a file differs from the contents that it may have; empty if it does not."""
     try:
-        found: Seal | None = seal_of(as_stored(path) if ANY in seals else path)
+        stored: Digest | None = digest_of(as_stored(path) if ANY in digests else path)
     except FileNotFoundError:
-        found = None
+        stored = None
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     except ValueError as error:
         return str(error)
-    if found in seals or (found is not None and ANY in seals):
+    if stored in digests or (stored is not None and ANY in digests):
         return ""
-    expected = " or ".join("its content" if seal == ANY else str(seal) for seal in seals if seal is not None)
-    return f"{path} is not what its run wrote: expected {expected}, found {found or 'no file'}"
+    expected = " or ".join("its content" if digest == ANY else str(digest) for digest in digests if digest is not None)
+    return f"{path} is not what its run wrote: expected {expected}, found {stored or 'no file'}"

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -170,30 +169,6 @@ def start_of(name: str, file: Path) -> str:
 def is_used(root: Path, run_id: str) -> bool:
     """Whether artefacts or rows of this run id exist."""
     return (root / ARTIFACTS / run_id).exists() or bool(runs_called(root, run_id))
-
-
-def leading_elsewhere(paths: RunPaths) -> list[Path]:
-    """What in a run's folders is neither a folder nor a regular file, and which of these folders are links.
-
-    Reading it could wait for ever, and whoever writes through it would change files outside the results.
-    """
-    tops = (paths.artifacts, *paths.tables())
-    above = {folder for top in tops for folder in (top, *top.parents) if folder.is_relative_to(paths.root)}
-    found = sorted(folder for folder in above - {paths.root} if folder.is_symlink())
-    for top in tops:
-        for parent, folders, names in os.walk(top):
-            each = [Path(parent, name) for name in sorted((*folders, *names))]
-            found += [path for path in each if not is_plain(path)]
-    return found
-
-
-def is_plain(path: Path) -> bool:
-    """Whether it is a folder or a regular file, itself and not by a link; also of what has just been removed."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return True
-    return stat.S_ISDIR(mode) or stat.S_ISREG(mode)
 
 
 def remove_run(paths: RunPaths) -> None:

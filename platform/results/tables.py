@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,8 @@ from fedloom.platform.results.files import is_name, opened, without_number
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths, runs_called
 
 if TYPE_CHECKING:
+    from dataclasses import Field
+
     import pandas as pd
 
 SCHEMA_VERSION = 5
@@ -35,6 +37,15 @@ Value = int | float | str | bool | datetime
 Row = dict[str, Value]
 """One row: the columns that have a value, without `experiment` and `run_id`, which are part of the path."""
 
+
+class Column(NamedTuple):
+    """A column of a table: its kind, its meaning, and whether it depends on time and machine."""
+
+    kind: Literal["int", "float", "str", "bool", "time"]
+    meaning: str
+    of_time: bool = False
+
+
 _TYPES = {
     "int": pa.int64(),
     "float": pa.float64(),
@@ -42,56 +53,172 @@ _TYPES = {
     "bool": pa.bool_(),
     "time": pa.timestamp("us", tz="UTC"),
 }
+_STAGE = "stage of the run, such as supernet, search/tier1, fine_tuned/tier1 or evaluation"
+_ROUND = "round of the stage, counted from 0 (whatever people read counts from 1)"
+_ARCHITECTURE = "architecture as its options, such as 3-1-8-0"
 
 
-def _schema(columns: str) -> pa.Schema:
-    fields = [pa.field(name, _TYPES[kind]) for name, kind in (column.split(":") for column in columns.split())]
-    return pa.schema(fields, metadata={SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)})
+def _result_column(name: str, column: "Field[Any]") -> Column:
+    """A column of `clients`; its kind is its annotation, such as `float | None`, but a row's MACs are whole."""
+    kind: Any = "int" if name == "macs" else column.type.split()[0]
+    return Column(kind, column.metadata["meaning"], column.metadata["of_time"])
 
 
-_RESULT_COLUMNS = " ".join(
-    # The annotations of a result, such as `float | None`; a row's MACs are whole.
-    f"{name}:{'int' if name == 'macs' else column.type.split()[0]}"
-    for name, column in RESULT_COLUMNS.items()
-)
-# What every column means, and its unit, is said in `columns`.
-TABLES: dict[str, pa.Schema] = {
-    "runs": _schema(
-        "method:str space:str dataset:str seeds:str tiers:str config:str versions:str source_hash:str "
-        "dataset_hash:str partition_hash:str inputs:str status:str started:time ended:time error:str "
-        "ablation:str trial:int setting:str supernet:str supernet_run_id:str traits:str name:str tags:str "
-        "label_variation:float size_variation:float"
-    ),
-    "rounds": _schema(
-        "stage:str round:int clients_planned:int clients_ok:int clients_failed:int loss:float metric:float "
-        "bytes_down:int bytes_up:int macs:int wall_s:float simulated_s:float beta:float lr:float schedules:str "
-        "epsilon:float"
-    ),
-    "clients": _schema(f"stage:str round:int {_RESULT_COLUMNS}"),
-    "candidates": _schema(
-        "stage:str round:int tier:str generation:int architecture:str macs:int parameters:int loss:float "
-        "metric:float feasible:bool on_front:bool winner:bool"
-    ),
-    "evaluations": _schema(
-        "stage:str round:int model:str tier:str architecture:str client_id:int split:str metric:str value:float "
-        "samples:int detail:str"
-    ),
-    "models": _schema("stage:str round:int tier:str architecture:str macs:int parameters:int file:str hash:str"),
+ROWS: Mapping[str, str] = {
+    "runs": "one row per run",
+    "rounds": "one row per round of a stage",
+    "clients": "one row per planned client and round, however it ended",
+    "candidates": "one row per model that a search has scored",
+    "evaluations": "one row per measured value",
+    "models": "one row per model that was kept",
 }
+"""What a row of each table is."""
 
+PARTITION: Mapping[str, Column] = {
+    "experiment": Column("str", "the experiment's name, from the path of the file"),
+    "run_id": Column("str", "the run's id, from the path of the file"),
+}
+"""The columns that every table has besides its own."""
+
+COLUMNS: Mapping[str, Mapping[str, Column]] = {
+    "runs": {
+        "method": Column("str", "the method, by name or import path"),
+        "space": Column("str", "the search space, by name or import path"),
+        "dataset": Column("str", "the data set, by name or import path"),
+        "seeds": Column("str", "JSON: the seed of each purpose"),
+        "tiers": Column("str", "JSON: each tier's name, upper bound and number of clients"),
+        "config": Column("str", "JSON: the whole configuration with which the run started"),
+        "versions": Column("str", "JSON: versions of fedloom and of the packages that results depend on", of_time=True),
+        "source_hash": Column("str", "hash of fedloom's source and of your own code", of_time=True),
+        "dataset_hash": Column("str", "hash of the prepared data set"),
+        "partition_hash": Column("str", "hash of which client has which samples"),
+        "inputs": Column("str", "JSON: SHA-256 of each file that the configuration names, by its path"),
+        "status": Column(
+            "str", "running, done, failed or interrupted, as last recorded (fedloom status also knows dead and stalled)"
+        ),
+        "started": Column("time", "when it was started", of_time=True),
+        "ended": Column("time", "when it ended; null while it runs", of_time=True),
+        "error": Column("str", "why it ended, unless it is done"),
+        "ablation": Column("str", "the ablation's id; null outside of ablations"),
+        "trial": Column("int", "the number of the trial in its ablation, from 0"),
+        "setting": Column("str", "JSON: the value of each axis of the ablation in this trial"),
+        "supernet": Column("str", "the key of the trained supernet that the run shares; null if none"),
+        "supernet_run_id": Column("str", "the run that trained this supernet, whose rows of the training are"),
+        "traits": Column("str", "JSON: what the method declares of its runs"),
+        "name": Column("str", "the name that the run was given (name=...)"),
+        "tags": Column("str", "JSON: the list of tags that the run was given (tags=[...])"),
+        "label_variation": Column(
+            "float", "mean total variation of a client's training labels from uniform ones; null for texts"
+        ),
+        "size_variation": Column(
+            "float", "standard deviation of the clients' numbers of training samples, in units of their mean"
+        ),
+    },
+    "rounds": {
+        "stage": Column("str", _STAGE),
+        "round": Column("int", _ROUND),
+        "clients_planned": Column("int", "clients that were selected"),
+        "clients_ok": Column("int", "clients whose work was used"),
+        "clients_failed": Column(
+            "int", "clients that failed; those that dropped out or were late are in neither number"
+        ),
+        "loss": Column(
+            "float",
+            "mean loss over the clients, weighted by samples; in training each client's network on its own samples",
+        ),
+        "metric": Column(
+            "float", "mean accuracy over the clients, likewise: in training not the model's (see the column of clients)"
+        ),
+        "bytes_down": Column("int", "sum over the clients of what was sent to them"),
+        "bytes_up": Column("int", "sum over the clients of what they sent"),
+        "macs": Column("int", "sum over the clients of the forward passes of their work"),
+        "wall_s": Column("float", "real time here", of_time=True),
+        "simulated_s": Column(
+            "float", "time on the simulated devices: of the slowest client, also a lost one, or the deadline"
+        ),
+        "beta": Column("float", "MaxNet's beta in this round"),
+        "lr": Column("float", "learning rate of the clients in this round"),
+        "schedules": Column("str", "JSON: the values of all schedules in this round"),
+        "epsilon": Column(
+            "float", "of differential privacy after this round, at the configured delta; null without noise"
+        ),
+    },
+    "clients": {
+        "stage": Column("str", _STAGE),
+        "round": Column("int", _ROUND),
+        **{name: _result_column(name, column) for name, column in RESULT_COLUMNS.items()},
+    },
+    "candidates": {
+        "stage": Column("str", _STAGE),
+        "round": Column("int", "round of the stage at whose end the search was over, counted from 0"),
+        "tier": Column("str", "the tier or target that was searched for, or samples (of a predictor)"),
+        "generation": Column("int", "generation of the search, counted from 0"),
+        "architecture": Column("str", _ARCHITECTURE),
+        "macs": Column("int", "MACs of a forward pass"),
+        "parameters": Column("int", "number of parameters"),
+        "loss": Column("float", "loss on validation data, with the supernet's weights"),
+        "metric": Column("float", "accuracy on validation data, with the supernet's weights"),
+        "feasible": Column("bool", "whether the model could be scored"),
+        "on_front": Column("bool", "whether no other candidate has more accuracy at less cost, in the end"),
+        "winner": Column("bool", "whether the search chose it for its tier or target"),
+    },
+    "evaluations": {
+        "stage": Column("str", _STAGE),
+        "round": Column(
+            "int", "in training: rounds before it (a client scores its own model after the round); else as in rounds"
+        ),
+        "model": Column("str", "which model: supernet, supernet_init, fine_tuned, rand_init, ..."),
+        "tier": Column("str", "whose model; of a model for all the client's tier, or server"),
+        "architecture": Column("str", _ARCHITECTURE),
+        "client_id": Column("int", "on whose data; null on the server's"),
+        "split": Column("str", "validation or test; null for what is measured without data"),
+        "metric": Column("str", "what was measured: accuracy, loss, macs, latency_s, ..."),
+        "value": Column("float", "the measured value, in the unit of the metric; accuracies are shares of 1"),
+        "samples": Column("int", "over how many samples"),
+        "detail": Column(
+            "str",
+            "JSON: of what the value is, where a metric has several: of confusion [class, prediction], of paragraph "
+            "[given, written]",
+        ),
+    },
+    "models": {
+        "stage": Column("str", _STAGE),
+        "round": Column("int", "round of the stage in which it was kept, counted from 0"),
+        "tier": Column("str", "the tier that it is for; empty if it is for all"),
+        "architecture": Column("str", _ARCHITECTURE),
+        "macs": Column("int", "MACs of a forward pass"),
+        "parameters": Column("int", "number of parameters"),
+        "file": Column("str", "its weights, below results/artifacts/RUN/"),
+        "hash": Column("str", "SHA-256 of that file"),
+    },
+}
+"""The columns of each table, by name. The unit is in the name (see `unit_of`)."""
+
+TABLES: dict[str, pa.Schema] = {
+    table: pa.schema(
+        [pa.field(name, _TYPES[column.kind]) for name, column in columns.items()],
+        metadata={SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)},
+    )
+    for table, columns in COLUMNS.items()
+}
 TIME_COLUMNS: dict[str, frozenset[str]] = {
-    "runs": frozenset({"started", "ended", "versions", "source_hash"}),
-    "rounds": frozenset({"wall_s"}),
-    "clients": frozenset(name for name, column in RESULT_COLUMNS.items() if column.metadata["of_time"]),
-    "candidates": frozenset(),
-    "evaluations": frozenset(),
-    "models": frozenset(),
+    table: frozenset(name for name, column in columns.items() if column.of_time) for table, columns in COLUMNS.items()
 }
 """Per table, the columns that depend on time and machine; all others are determined by the configuration."""
 
-_PYTHON_TYPES = {pa.int64(): int, pa.float64(): float, pa.string(): str, pa.bool_(): bool}
+
+def unit_of(column: str) -> str:
+    """The unit of a column, which its name tells; empty for texts, shares and other numbers without one."""
+    if column.endswith("_bytes") or column.startswith("bytes_"):
+        return "bytes"
+    if column.endswith("_s"):
+        return "s"
+    return "MACs" if column == "macs" else ""
+
+
+_PYTHON_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "time": datetime}
 _KINDS: dict[str, dict[str, type]] = {
-    table: {field.name: _PYTHON_TYPES.get(field.type, datetime) for field in schema} for table, schema in TABLES.items()
+    table: {name: _PYTHON_TYPES[column.kind] for name, column in columns.items()} for table, columns in COLUMNS.items()
 }
 _ALLOWED = {
     int: "a whole number that fits 64 bits",

@@ -22,14 +22,13 @@ from fedloom.platform.results.files import (
     publish,
     read_file,
     remove_temporaries,
-    sync_file,
-    sync_folder,
+    sync,
     temporary_path,
     typed,
     within,
     without_number,
 )
-from fedloom.platform.results.manifest import Manifest, Replacing, Seal, seal_of
+from fedloom.platform.results.manifest import Digest, Manifest, Replacing, digest_of
 from fedloom.platform.results.paths import RunPaths, is_used, remove_run, run_paths
 from fedloom.platform.results.tables import (
     SCHEMA_VERSION_KEY,
@@ -48,7 +47,7 @@ from fedloom.platform.words import said
 
 
 @contextmanager
-def _unlisted(_path: Path, _new: Seal) -> Iterator[None]:
+def _unlisted(_path: Path, _new: Digest) -> Iterator[None]:
     yield
 
 
@@ -56,10 +55,10 @@ def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted) ->
     """Writes the file atomically: to a temporary file that is synced, checked and renamed."""
     temporary = temporary_path(path)
     pq.write_table(table, temporary, compression="zstd")
-    sync_file(temporary)
+    sync(temporary)
     if count_rows(temporary) != table.num_rows:
         raise OSError(f"{temporary} does not hold the {table.num_rows} rows that were written to it")
-    with replacing(path, seal_of(temporary)):
+    with replacing(path, digest_of(temporary)):
         publish(temporary, path)
 
 
@@ -219,7 +218,7 @@ class Journal:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
             self._descriptor = os.open(self._folder / self._name, flags, 0o644)
             self._length_bytes, self._hash = 0, sha256()
-            sync_folder(self._folder)
+            sync(self._folder)
         return self._descriptor
 
 
@@ -341,7 +340,7 @@ class RunWriter:
         # Journals are deleted last, so that after a crash before this line the restoration can be repeated.
         for path in journal_files(paths.artifacts):
             path.unlink(missing_ok=True)
-        sync_folder(paths.artifacts)
+        sync(paths.artifacts)
         return writer
 
     @property
@@ -457,7 +456,7 @@ def _reserve(paths: RunPaths) -> None:
         os.mkdir(paths.artifacts)  # fails if another process takes the id at this moment
     except FileExistsError as error:
         raise ValueError(_used(paths)) from error
-    sync_folder(paths.artifacts.parent)
+    sync(paths.artifacts.parent)
 
 
 def _used(paths: RunPaths) -> str:

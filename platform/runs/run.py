@@ -28,7 +28,7 @@ from fedloom.platform.results.checkpoint import Saved, check_same_config, run_ch
 from fedloom.platform.results.copies import MirrorError, check_results, fetch, fetch_folder, mirror_folder, mirrored
 from fedloom.platform.results.files import as_stored, from_json, read_file
 from fedloom.platform.results.lock import Ownership, OwnershipLostError, check_unowned, owned
-from fedloom.platform.results.manifest import check_files, check_leads_nowhere
+from fedloom.platform.results.manifest import check_files, check_regular
 from fedloom.platform.results.paths import (
     ARTIFACTS,
     STATE_FILE,
@@ -214,7 +214,7 @@ def resume_run(
         paths.artifacts.mkdir(parents=True, exist_ok=True)
     elif not paths.artifacts.is_dir():
         raise ValueError(f"there is no run {run_id!r} of experiment {config.experiment!r} under {paths.root} to resume")
-    check_leads_nowhere(paths)  # before its owner's file is opened
+    check_regular(paths)  # before its owner's file is opened
     with owned_run(config, paths, take_over=take_over) as ownership:
         fetch(config.results, [run_id], owned=run_id)
         check_files(paths)

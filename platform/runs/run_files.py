@@ -25,7 +25,7 @@ from fedloom.platform.federation.costs import RunCosts, store_costs
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
 from fedloom.platform.results.files import content_hash, from_json, write_atomically
-from fedloom.platform.results.manifest import manifest_path, seal_of
+from fedloom.platform.results.manifest import digest_of, manifest_path
 from fedloom.platform.results.paths import RunPaths, remove_run, write_names
 from fedloom.platform.results.tables import count_rows, read_runs
 from fedloom.platform.results.writer import RunWriter, journal_files
@@ -74,7 +74,7 @@ def _of_augmentation(data: Mapping[str, Any]) -> list[Any]:
 
 def input_hashes(config: Mapping[str, Any]) -> dict[str, str]:
     """SHA-256 (hex) of the files of `input_files`."""
-    return {text: seal_of(file.resolve()).sha256 for text, file in input_files(config).items()}
+    return {text: digest_of(file.resolve()).sha256 for text, file in input_files(config).items()}
 
 
 def input_columns(config: Mapping[str, Any], data: FederatedData) -> dict[str, str]:

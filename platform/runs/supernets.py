@@ -22,9 +22,9 @@ from fedloom.platform.federation.recorder import restored_state, save_state
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import differences, load_checkpoint
-from fedloom.platform.results.files import read_file, sealed_json, unsealed_if_sealed, write_atomically
+from fedloom.platform.results.files import from_hashed_json, hashed_json, read_file, write_atomically
 from fedloom.platform.results.lock import one_at_a_time
-from fedloom.platform.results.manifest import seal_of
+from fedloom.platform.results.manifest import digest_of
 from fedloom.platform.results.paths import STATE_FILE, SUPERNETS
 from fedloom.platform.runs.run_files import input_hashes
 from fedloom.platform.runs.sources import UnknownSourceError, plugin_sources, source_hash
@@ -145,7 +145,7 @@ def load_supernet(root: Path, key: str, config: RunConfig) -> StoredSupernet | N
 
 
 def _origin(path: Path) -> dict[str, Any]:
-    return unsealed_if_sealed(read_file(path), path)
+    return from_hashed_json(read_file(path), path, allow_plain=True)
 
 
 def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
@@ -155,7 +155,7 @@ def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     try:
         origin = _origin(folder / ORIGIN)
         run_id, expected = str(origin["run_id"]), origin["state_sha256"]
-        found = seal_of(folder / STATE_FILE).sha256
+        found = digest_of(folder / STATE_FILE).sha256
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / ORIGIN} or {STATE_FILE} beside it cannot be read") from error
     if found != expected:
@@ -200,9 +200,9 @@ def _store(root: Path, key: str, state: RunState, run_id: str, config: RunConfig
             "run_id": run_id,
             "experiment": config.experiment,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "state_sha256": seal_of(temporary / STATE_FILE).sha256,
+            "state_sha256": digest_of(temporary / STATE_FILE).sha256,
         }
-        write_atomically(temporary / ORIGIN, sealed_json(origin))
+        write_atomically(temporary / ORIGIN, hashed_json(origin))
 
 
 def keeper(root: Path, key: str, run_id: str, config: RunConfig) -> Callable[[RunState], None]:

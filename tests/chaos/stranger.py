@@ -32,8 +32,8 @@ from chaos.subjects import SHARED, UNDISTURBED, run_on, undisturbed
 from chaos.victims import SERIAL, TINY
 from fedloom.experiments import analysis
 from fedloom.experiments.cli import main as fedloom
-from fedloom.platform.results.files import HASH, sealed_json
-from fedloom.platform.results.manifest import Manifest, sealed_files
+from fedloom.platform.results.files import HASH, hashed_json
+from fedloom.platform.results.manifest import Manifest, listed_files
 from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.results.tables import TABLES, read_part
 from fedloom.platform.results.writer import TableParts
@@ -55,10 +55,10 @@ def hostile(root: Path, run_id: str, rng: random.Random, outside: Path) -> str:
     files = [p for p in sorted(root.rglob("*")) if p.is_file()]
     path = rng.choice(files)
     if path.suffix in (".json", ".jsonl", ".owner", "") and rng.random() < 0.7 and (how := _changed(path, rng)):
-        _seal_anew(root, run_id, path)
+        _hash_anew(root, run_id, path)
         return f"{path.relative_to(root)}: {how}"
     if path.suffix == ".parquet" and rng.random() < 0.7 and (how := _changed_cell(path, rng)):
-        _seal_anew(root, run_id, path)
+        _hash_anew(root, run_id, path)
         return f"{path.relative_to(root)}: {how}"
     how = rng.choice(KINDS)
     if how == "nested":
@@ -86,8 +86,8 @@ def _changed(path: Path, rng: random.Random) -> str:
         return ""
     inside, name = rng.choice(places)
     inside[name] = rng.choice(VALUES)
-    sealed = isinstance(values, dict) and values.pop(HASH, None) is not None
-    path.write_bytes(sealed_json(values) if sealed else json.dumps(values).encode())
+    hashed = isinstance(values, dict) and values.pop(HASH, None) is not None
+    path.write_bytes(hashed_json(values) if hashed else json.dumps(values).encode())
     return f"{name}={inside[name]!r:.40}"
 
 
@@ -111,7 +111,7 @@ def _places(values: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(values[name])
 
 
-def _seal_anew(root: Path, run_id: str, path: Path) -> None:
+def _hash_anew(root: Path, run_id: str, path: Path) -> None:
     """What tells of the changed file tells of its new content, as whoever hands results on can make it."""
     (paths,) = [run for run in list_runs(root) if run.run_id == run_id]
     if path == paths.artifacts / "manifest.json" or not (paths.artifacts / "manifest.json").exists():
@@ -127,8 +127,8 @@ def _seal_anew(root: Path, run_id: str, path: Path) -> None:
             values = json.loads(state.read_bytes())
             del values[HASH]
             values["data"]["config"] = json.loads(config)
-            state.write_bytes(sealed_json(values))
-    manifest.add(sealed_files(run_paths(root, paths.experiment, run_id)))
+            state.write_bytes(hashed_json(values))
+    manifest.add(listed_files(run_paths(root, paths.experiment, run_id)))
 
 
 def commands(root: Path, run_id: str) -> list[list[str]]:

@@ -20,7 +20,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
-from fedloom.platform.results.files import unsealed
+from fedloom.platform.results.files import from_hashed_json
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
@@ -301,7 +301,7 @@ def test_of_two_runs_that_finish_at_once_one_wins(tmp_path: Path) -> None:
 def test_an_origin_says_who_trained_it_and_when(tmp_path: Path) -> None:
     store_supernet(tmp_path, KEY, RunState(), "run-1", MINE)
     path = tmp_path / "supernets" / KEY / "origin.json"
-    origin = unsealed(path.read_bytes(), path)
+    origin = from_hashed_json(path.read_bytes(), path)
     assert origin.pop("created").endswith("+00:00")
     assert len(origin.pop("state_sha256")) == 64
     assert origin == {"key": KEY, "run_id": "run-1", "experiment": "mine"}
@@ -312,7 +312,7 @@ def test_an_origin_says_who_trained_it_and_when(tmp_path: Path) -> None:
 def test_an_origin_of_an_earlier_version_has_no_hash(tmp_path: Path) -> None:
     store_supernet(tmp_path, KEY, RunState(), "run-1", MINE)
     path = tmp_path / "supernets" / KEY / "origin.json"
-    path.write_text(json.dumps(unsealed(path.read_bytes(), path)))
+    path.write_text(json.dumps(from_hashed_json(path.read_bytes(), path)))
     found = load_supernet(tmp_path, KEY, MINE)
     assert found is not None
     assert (found.run_id, stored_supernet(tmp_path, KEY)) == ("run-1", "run-1")

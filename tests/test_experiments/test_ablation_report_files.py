@@ -19,7 +19,7 @@ from fedloom.experiments.report.ablation import ablation_json, ablation_table, c
 from fedloom.experiments.report.content import Block
 from fedloom.experiments.report.pages import LONG, ReportFiles, escaped, latex_table, latex_tables
 from fedloom.experiments.store.ablations import FIGURES, Ablation
-from fedloom.platform.results.files import sealed_json, unsealed
+from fedloom.platform.results.files import from_hashed_json, hashed_json
 from fedloom.platform.results.writer import RunWriter
 from tools.generated_ablation import Fates, write_planned
 
@@ -107,7 +107,7 @@ def test_figures_show_something_and_are_named_by_the_ablation(
 ) -> None:
     ablation = written(tmp_path, [*BUDGET, f"ablation.figures=[{','.join(FIGURES)}]"], Fates(reusing={1: 0}))
     plan = ablation.folder(tmp_path) / "ablation.json"  # of a version that knows one more
-    plan.write_bytes(sealed_json(unsealed(plan.read_bytes(), plan) | {"figures": [*FIGURES, "fig5"]}))
+    plan.write_bytes(hashed_json(from_hashed_json(plan.read_bytes(), plan) | {"figures": [*FIGURES, "fig5"]}))
     files = write_ablation_report(tmp_path, ablation.ablation_id, tmp_path / "out")
     assert {p.stem for p in files.plots} == {*FIGURES, "convergence"}
     assert files.missing == (f"There is no figure 'fig5': there are {', '.join(FIGURES)}.",)

@@ -32,7 +32,7 @@ from fedloom.experiments.store.ablations import (
     write_ablation,
 )
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
-from fedloom.platform.results.files import sealed_json, unsealed
+from fedloom.platform.results.files import from_hashed_json, hashed_json
 from fedloom.platform.results.lock import owned
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile, read_status
@@ -107,7 +107,7 @@ def test_a_plan_of_the_second_version_had_no_hash(tmp_path: Path) -> None:
     ablation = make_ablation()
     write_ablation(tmp_path, ablation)
     path = ablation.folder(tmp_path) / PLAN
-    path.write_text(json.dumps({**unsealed(path.read_bytes(), path), "version": 2}))
+    path.write_text(json.dumps({**from_hashed_json(path.read_bytes(), path), "version": 2}))
     assert read_ablation(path.parent) == ablation
 
 
@@ -142,7 +142,7 @@ def damage(path: Path, text: str | None) -> None:
 
 
 def changed(path: Path, **values: Any) -> str:
-    return sealed_json({**unsealed(path.read_bytes(), path), **values}).decode()
+    return hashed_json({**from_hashed_json(path.read_bytes(), path), **values}).decode()
 
 
 @pytest.mark.parametrize("case", ["gone", "no JSON", "key gone", "trials", "axes", "unknown"])
@@ -150,12 +150,12 @@ def test_a_damaged_plan_is_named(tmp_path: Path, case: str) -> None:
     ablation = make_ablation()
     write_ablation(tmp_path, ablation)
     path = ablation.folder(tmp_path) / "ablation.json"
-    kept = unsealed(path.read_bytes(), path)
+    kept = from_hashed_json(path.read_bytes(), path)
     del kept["seeds"]
     content = {
         "gone": None,
         "no JSON": "hello",
-        "key gone": sealed_json(kept).decode(),
+        "key gone": hashed_json(kept).decode(),
         "trials": changed(path, trials=[{"index": 0}]),
         "axes": changed(path, axes=[1]),
         "unknown": changed(path, more=1),
@@ -177,7 +177,7 @@ def test_a_plan_that_was_changed_is_refused(tmp_path: Path, case: str) -> None:
         "cut": text[:-30],
         "value": text.replace('"lr": 0.1', '"lr": 0.9'),
         "hash": text.replace('{"sha256": "', '{"sha256": "0', 1),
-        "no hash": json.dumps(unsealed(text.encode(), path)),
+        "no hash": json.dumps(from_hashed_json(text.encode(), path)),
         "list": "[]",
     }[case]
     assert content != text

@@ -5,17 +5,16 @@ import json
 import pytest
 
 from fedloom.experiments.cli import main
-from fedloom.experiments.columns import described_tables
-from fedloom.platform.results.columns import ABOUT, OF_EVERY_TABLE, TEXTS, unit_of
-from fedloom.platform.results.tables import TABLES
+from fedloom.experiments.show import described_tables
+from fedloom.platform.results.tables import COLUMNS, PARTITION, ROWS, TABLES, unit_of
 
 
-def test_every_column_has_a_text_and_every_text_a_column() -> None:
-    assert list(ABOUT) == list(TEXTS) == list(TABLES)
-    for table, schema in TABLES.items():
-        assert list(TEXTS[table]) == schema.names, table
-        assert all(len(text) > 5 for text in TEXTS[table].values())
-        assert not set(OF_EVERY_TABLE) & set(schema.names)
+def test_every_column_has_a_meaning() -> None:
+    assert list(ROWS) == list(COLUMNS) == list(TABLES)
+    for table, columns in COLUMNS.items():
+        assert list(columns) == TABLES[table].names
+        assert all(len(column.meaning) > 5 for column in columns.values())
+        assert not set(PARTITION) & set(columns)
 
 
 def test_units_are_those_of_the_names() -> None:
@@ -25,7 +24,7 @@ def test_units_are_those_of_the_names() -> None:
 
 def test_rounds_are_said_to_count_from_0() -> None:
     for table in ("rounds", "clients"):
-        assert "counted from 0" in TEXTS[table]["round"]
+        assert "counted from 0" in COLUMNS[table]["round"].meaning
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fedloom.platform.results import checkpoint as checkpoint_module
-from fedloom.platform.results.checkpoint import check_same_config, load_checkpoint, save_checkpoint
-from fedloom.platform.results.files import sealed_json
-from fedloom.platform.results.tensor_group import TensorGroup
+from fedloom.platform.results.checkpoint import TensorGroup, check_same_config, load_checkpoint, save_checkpoint
+from fedloom.platform.results.files import hashed_json
 
 WEIGHTS = {
     "z": torch.arange(6.0).reshape(2, 3),
@@ -150,9 +149,9 @@ def test_damage_is_named_in_one_line(tmp_path: Path) -> None:
         refused(tmp_path, "state.json is damaged")
     state.write_bytes(b'{"checkpoint_version": 1, "bags": {}, "data": {}}')
     refused(tmp_path, "written by an earlier version")
-    state.write_bytes(sealed_json({"checkpoint_version": 2, "bags": {"w": {"file": "x"}}, "data": {}}))
+    state.write_bytes(hashed_json({"checkpoint_version": 2, "bags": {"w": {"file": "x"}}, "data": {}}))
     refused(tmp_path, "state.json is damaged")
-    state.write_bytes(sealed_json({"checkpoint_version": 99, "bags": {}, "data": {}}))
+    state.write_bytes(hashed_json({"checkpoint_version": 99, "bags": {}, "data": {}}))
     refused(tmp_path, "written by a newer version")
 
 

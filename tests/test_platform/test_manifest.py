@@ -18,16 +18,15 @@ from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.results.checkpoint import run_checkpoint
-from fedloom.platform.results.files import sealed_json, unsealed
+from fedloom.platform.results.files import from_hashed_json, hashed_json
 from fedloom.platform.results.manifest import (
     ANY,
+    Digest,
     Manifest,
-    Seal,
+    digest_of,
     either,
     manifest_path,
     problems,
-    seal_of,
-    seal_of_bytes,
 )
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import is_done
@@ -126,12 +125,12 @@ def test_a_report_refuses_tables_that_were_changed(copy: RunPaths) -> None:
     part = next(iter(copy.table("rounds").glob("*.parquet")))
     other = next(iter(copy.table("clients").glob("*.parquet")))
     shutil.copy(other, part)
-    assert f"{part} is not what its run wrote: expected {seal_of_old(copy, part)}" in refused(copy)
+    assert f"{part} is not what its run wrote: expected {digest_of_old(copy, part)}" in refused(copy)
 
 
-def seal_of_old(paths: RunPaths, part: Path) -> Seal:
+def digest_of_old(paths: RunPaths, part: Path) -> Digest:
     files = json.loads(manifest_path(paths).read_bytes())["files"]
-    return Seal(*files[part.relative_to(paths.root).as_posix()][-1])
+    return Digest(*files[part.relative_to(paths.root).as_posix()][-1])
 
 
 def test_a_changed_number_in_the_costs_is_noticed(copy: RunPaths) -> None:
@@ -146,7 +145,7 @@ def test_short_tables_are_said_to_be_short(copy: RunPaths) -> None:
     """A copy of an earlier moment: nothing in it is damaged, and its manifest is of that moment, too."""
     for part in copy.table("clients").glob("*.parquet"):
         part.unlink()
-    sealed_anew(copy)
+    listed_anew(copy)
     (line,) = verified(copy).problems
     assert f"table clients of {copy.run_id} is short: the checkpoint counts 8 rows, 0 are in" in line
 
@@ -210,7 +209,7 @@ def test_while_a_file_is_replaced_the_old_and_the_new_one_are_right(copy: RunPat
     manifest = Manifest.of_run(copy)
     path = copy.config
     old, new = path.read_bytes(), b"{}"
-    with manifest.replacing(path, seal_of_bytes(new)):
+    with manifest.replacing(path, Digest.of(new)):
         assert problems(copy) == []
         path.write_bytes(new)
         assert problems(copy) == []
@@ -223,7 +222,7 @@ def test_while_a_file_is_replaced_the_old_and_the_new_one_are_right(copy: RunPat
     assert len(problems(copy)) == 1
 
 
-def sealed_anew(paths: RunPaths) -> None:
+def listed_anew(paths: RunPaths) -> None:
     """Gives a run a manifest of the files that it has now."""
     manifest_path(paths).unlink()
     Manifest(paths).begin()
@@ -331,7 +330,7 @@ def test_changed_prepared_data_is_noticed(
 
 
 def test_either_of_two_manifests_fits_every_mixture() -> None:
-    a, b = Seal(1, "a"), Seal(2, "b")
+    a, b = Digest(1, "a"), Digest(2, "b")
     assert either({"same": (a,), "new": (a,)}, {"same": (a,), "new": (b,), "more": (b,), "any": (ANY,)}) == {
         "same": (a,),
         "new": (a, b),
@@ -340,16 +339,16 @@ def test_either_of_two_manifests_fits_every_mixture() -> None:
     }
 
 
-def test_every_flipped_bit_of_a_sealed_file_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_hashed_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    content = sealed_json({"version": 1, "files": {"a": [[1, "b"]]}})
-    assert unsealed(content, path) == {"version": 1, "files": {"a": [[1, "b"]]}}
-    assert unsealed(sealed_json({}), path) == {}
+    content = hashed_json({"version": 1, "files": {"a": [[1, "b"]]}})
+    assert from_hashed_json(content, path) == {"version": 1, "files": {"a": [[1, "b"]]}}
+    assert from_hashed_json(hashed_json({}), path) == {}
     for place in range(len(content)):
         for bit in range(8):
             damaged = bytearray(content)
             damaged[place] ^= 1 << bit
             with pytest.raises(ValueError, match="is damaged"):
-                unsealed(bytes(damaged), path)
+                from_hashed_json(bytes(damaged), path)
     path.write_bytes(content)
-    assert seal_of(path) == seal_of_bytes(content)
+    assert digest_of(path) == Digest.of(content)

@@ -145,4 +145,4 @@ def test_an_ablation_that_is_at_work_or_damaged(planned: Path, refusal: Refuse) 
     plan = folder / "ablation.json"
     plan.write_bytes(plan.read_bytes()[:-100])
     line = refusal("ablate", "--resume", ablation.ablation_id, "--results", str(planned))
-    assert f"{plan} is damaged (it is not a whole sealed file): restore it from a copy" in line
+    assert f"{plan} is damaged (it is cut short, or its hash is missing): restore it from a copy" in line

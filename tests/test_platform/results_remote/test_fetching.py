@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedloom.platform.results.copies import fetch, fetch_folder, mirror_folder, mirrored
-from fedloom.platform.results.files import sealed_json
+from fedloom.platform.results.files import hashed_json
 from fedloom.platform.results.lock import owned
 from fedloom.platform.results.paths import NO_NAMES, Names, list_runs, run_paths, write_names
 from fedloom.platform.results.status import StatusFile
@@ -32,7 +32,7 @@ def status_text(state: str, heartbeat: float, host: str = "elsewhere", pid: int 
 
 
 def state_text(stage: int, round_: int) -> str:
-    return sealed_json({"data": {"stage": stage, "round": round_}}).decode()
+    return hashed_json({"data": {"stage": stage, "round": round_}}).decode()
 
 
 @pytest.mark.parametrize(
