@@ -142,7 +142,7 @@ def _resume(args: argparse.Namespace) -> int:
 
     run_id, stored = stored_config(args.results, args.run, args.overrides)
     config = change_stored(stored, args.overrides)
-    from fedloom.experiments.runs.finished import is_finished, leave_finished
+    from fedloom.platform.runs.resuming import is_finished, leave_finished
 
     if is_finished(config, run_id):
         from fedloom.experiments.show import RunView

@@ -15,7 +15,7 @@ from fedloom.platform.results.paths import NAMES, STATE_FILE, Names, RunPaths, r
 from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import count_rows, is_done, read_runs, stored_parts
 from fedloom.platform.results.writer import ROW_TABLES, journalled_rows
-from fedloom.platform.runs.run import placed_here
+from fedloom.platform.runs.resuming import placed_here
 from fedloom.platform.runs.run_files import changed_files, input_hashes, other_data, recorded_inputs
 from fedloom.platform.runs.sources import check_code_places
 

@@ -30,7 +30,7 @@ from fedloom.platform.results.lock import OwnedError, OwnershipLostError, check_
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import Heartbeat, StatusFile
 from fedloom.platform.results.store import is_remote
-from fedloom.platform.runs.run import check_run_unowned
+from fedloom.platform.runs.resuming import check_run_unowned
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from fedloom.experiments.runs.overrides import GROUPS, override_text
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id, trial_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.store import local_root
-from fedloom.platform.runs.run import placed_here
+from fedloom.platform.runs.resuming import placed_here
 from fedloom.platform.runs.sources import check_code_places
 from fedloom.platform.seeding import stream
 

@@ -24,7 +24,8 @@ from fedloom.platform.results.lock import OwnedError
 from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import is_done, read_runs
-from fedloom.platform.runs.run import Label, Resume, Watcher, check_run_unowned, make_serial, run_to_end
+from fedloom.platform.runs.resuming import check_run_unowned
+from fedloom.platform.runs.run import Label, Resume, Watcher, make_serial, run_to_end
 from fedloom.platform.runs.run_files import COSTS, has_begun
 
 STEP_S = 1.0

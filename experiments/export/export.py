@@ -44,7 +44,8 @@ from fedloom.platform.results.files import content_hash, sync
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.store import output_folder
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import stored_world, what_is_computed
+from fedloom.platform.runs.resuming import what_is_computed
+from fedloom.platform.runs.run import stored_world
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, architecture_id, bytes_of
 from fedloom.tiers.measure import latency_s_of

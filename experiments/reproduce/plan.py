@@ -90,7 +90,7 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
             raise ValueError(f"{override}: give {advice} instead")
     free: tuple[str, ...] = ()
     if others:
-        from fedloom.platform.runs.run import free_on_resume  # imports torch
+        from fedloom.platform.runs.resuming import free_on_resume  # imports torch
 
         free = tuple(o for o in others if free_on_resume(o.partition("=")[0]))
     changes = tuple(o for o in others if o not in free)

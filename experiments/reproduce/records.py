@@ -201,7 +201,7 @@ def other_than(config: Mapping[str, Any], scale: Scale, setting: str) -> str:
     Keys that the run's configuration does not know are newer than it, and do not count; nor does the seed, nor the run
     that it started from, which is another one with every seed.
     """
-    from fedloom.platform.runs.run import what_is_computed  # imports torch
+    from fedloom.platform.runs.resuming import what_is_computed  # imports torch
 
     now = json.loads(json.dumps(_computed_by(scale, setting)))
     return ", ".join(_changed(what_is_computed(config), now))

@@ -29,7 +29,7 @@ from fedloom.platform.results.files import check_name, from_json, read_json
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.paths import check_names, find_run, read_names
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import FREE_ON_RESUME, free_on_resume, placed_here
+from fedloom.platform.runs.resuming import FREE_ON_RESUME, free_on_resume, placed_here
 from fedloom.platform.runs.sources import check_code_places, texts_of
 from fedloom.platform.settings import PATH, UnknownKeyError, check_settings, is_path, validated
 from fedloom.platform.words import shown

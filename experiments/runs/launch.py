@@ -23,13 +23,12 @@ from fedloom.platform.results.paths import RunPaths, run_paths
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.results.store import local_root
 from fedloom.platform.runs.logs import warnings_in
+from fedloom.platform.runs.resuming import check_name_is_free, check_run_unowned
 from fedloom.platform.runs.run import (
     NOT_BEGUN,
     Resume,
     RunEnd,
     Watcher,
-    check_name_is_free,
-    check_run_unowned,
     make_serial,
     planned_stages,
     planned_world,

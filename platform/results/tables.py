@@ -1,7 +1,6 @@
 """The tables of a run: versioned schemas, validation of rows, and reading."""
 
 import difflib
-import json
 import numbers
 import os
 import re
@@ -29,9 +28,6 @@ SCHEMA_VERSION_KEY = b"fedloom_schema_version"
 
 MOST_ROWS = 10_000_000
 """Rows of the largest file that is read, of which fedloom writes at most 250 000."""
-
-_ArrowErrors = (pa.lib.ArrowException, OSError)
-
 
 Value = int | float | str | bool | datetime
 Row = dict[str, Value]
@@ -283,14 +279,6 @@ def _undeclared(table: str, name: str, advice: str) -> str:
     return f"table {table!r} has no column {name!r}; the nearest is {nearest!r}{advice}"
 
 
-_encode = json.JSONEncoder(check_circular=False).encode
-
-
-def row_json(row: Row) -> str:
-    """The row as one line of JSON; NaN and infinities are allowed, times are not."""
-    return _encode(row)
-
-
 def read_table(root: Path, table: str, experiment: str | None = None, run_id: str | None = None) -> "pd.DataFrame":
     """All rows of a table, or those of one experiment or run, with the columns `experiment` and `run_id` first.
 
@@ -301,7 +289,15 @@ def read_table(root: Path, table: str, experiment: str | None = None, run_id: st
     _check_table(table)
     if run_id is not None:
         return read_runs([r for r in runs_called(root, run_id) if experiment in (None, r.experiment)], table)
-    files = [(file, *partition) for file, partition in _files(Path(root) / table) if experiment in (None, partition[0])]
+    folder = Path(root) / table
+    files = []
+    for file in in_order(folder.rglob("*.parquet")):
+        first, _, file_run_id = file.parent.relative_to(folder).as_posix().partition("/run_id=")
+        file_experiment = first.removeprefix("experiment=")
+        if file_experiment == first or not is_name(file_experiment) or not is_name(file_run_id, LONGEST_RUN_ID):
+            raise ValueError(f"{file} does not belong to a run: move it out of {folder}")
+        if experiment in (None, file_experiment):
+            files.append((file, file_experiment, file_run_id))
     return _frame(table, files, None)
 
 
@@ -346,13 +342,11 @@ def opened_part(path: Path) -> Iterator[pq.ParquetFile]:
                 raise ValueError(f"{path} has {file.metadata.num_rows} rows, of which at most {MOST_ROWS} are read")
             schema_version(path, file.schema_arrow)
             yield file
-    except _ArrowErrors as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    reason = str(error).partition("\n")[0]
-    return ValueError(f"{path} is not a readable Parquet file ({reason}): move it away or restore it from a copy")
+    except (pa.lib.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path} is not a readable Parquet file ({reason}): move it away or restore it from a copy"
+        ) from error
 
 
 def schema_version(path: Path, schema: pa.Schema) -> int:
@@ -403,38 +397,19 @@ def _frame(table: str, files: Sequence[tuple[Path, str, str]], columns: Sequence
     import pandas as pd  # imported here because processes that only write do not need it
 
     declared = TABLES[table] if columns is None else pa.schema([TABLES[table].field(name) for name in columns])
-    pieces = [(read_part(file, columns), *partition) for file, *partition in files]
-    schema = _union([declared, *(piece.schema for piece, _, _ in pieces)])
-    tables = [_with_partition(conform(piece, schema), e, r) for piece, e, r in pieces]
-    whole = pa.concat_tables([_with_partition(schema.empty_table(), "", ""), *tables])
-    frame: pd.DataFrame = whole.to_pandas(
+    parts = [read_part(file, columns) for file, _, _ in files]
+    fields: dict[str, pa.Field] = {}
+    for field in (field for schema in (declared, *(part.schema for part in parts)) for field in schema):
+        fields.setdefault(field.name, field)  # the declared type wins
+    schema = pa.schema(list(fields.values()))
+    pieces = [(schema.empty_table(), "", "")]
+    pieces += [(conform(part, schema), e, r) for part, (_, e, r) in zip(parts, files, strict=True)]
+    tables = []
+    for piece, experiment, run_id in pieces:
+        for name, value in (("run_id", run_id), ("experiment", experiment)):
+            piece = piece.add_column(0, pa.field(name, pa.string()), pa.repeat(pa.scalar(value), piece.num_rows))
+        tables.append(piece)
+    frame: pd.DataFrame = pa.concat_tables(tables).to_pandas(
         types_mapper={pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}.get, ignore_metadata=True
     )
     return frame
-
-
-def _files(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """The table's files, without hidden ones, each with its (experiment, run_id)."""
-    found = []
-    for file in in_order(folder.rglob("*.parquet")):
-        experiment, _, run_id = file.parent.relative_to(folder).as_posix().partition("/run_id=")
-        name = experiment.removeprefix("experiment=")
-        if name == experiment or not is_name(name) or not is_name(run_id, LONGEST_RUN_ID):
-            raise ValueError(f"{file} does not belong to a run: move it out of {folder}")
-        found.append((file, (name, run_id)))
-    return found
-
-
-def _union(schemas: list[pa.Schema]) -> pa.Schema:
-    """The union of the schemas' columns; the type of the first schema wins, which is the declared one."""
-    fields: dict[str, pa.Field] = {}
-    for schema in schemas:
-        for field in schema:
-            fields.setdefault(field.name, field)
-    return pa.schema(list(fields.values()))
-
-
-def _with_partition(table: pa.Table, experiment: str, run_id: str) -> pa.Table:
-    for name, value in (("run_id", run_id), ("experiment", experiment)):
-        table = table.add_column(0, pa.field(name, pa.string()), pa.repeat(pa.scalar(value), table.num_rows))
-    return table

@@ -1,9 +1,9 @@
 """The writer of a run's tables: rows are added, committed to a journal, and flushed to Parquet."""
 
+import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -28,10 +28,10 @@ from fedloom.platform.results.files import (
     within,
     without_number,
 )
-from fedloom.platform.results.manifest import Digest, Manifest, Replacing, digest_of
+from fedloom.platform.results.manifest import Manifest, digest_of
 from fedloom.platform.results.paths import RunPaths, is_used, remove_run, run_paths
 from fedloom.platform.results.tables import (
-    SCHEMA_VERSION_KEY,
+    SCHEMA_VERSION,
     TABLES,
     Row,
     check_row,
@@ -39,54 +39,36 @@ from fedloom.platform.results.tables import (
     count_rows,
     opened_part,
     read_part,
-    row_json,
     schema_version,
     stored_parts,
 )
 from fedloom.platform.words import said
 
 
-@contextmanager
-def _unlisted(_path: Path, _new: Digest) -> Iterator[None]:
-    yield
-
-
-def write_part(path: Path, table: pa.Table, replacing: Replacing = _unlisted) -> None:
-    """Writes the file atomically: to a temporary file that is synced, checked and renamed."""
-    temporary = temporary_path(path)
-    pq.write_table(table, temporary, compression="zstd")
-    sync(temporary)
-    if count_rows(temporary) != table.num_rows:
-        raise OSError(f"{temporary} does not hold the {table.num_rows} rows that were written to it")
-    with replacing(path, digest_of(temporary)):
-        publish(temporary, path)
-
-
-def _part_name(index: int) -> str:
-    return f"part-{index:05d}.parquet"
-
-
 class TableParts:
     """The files part-00000.parquet, part-00001.parquet, ... with the rows of one table of one run in order.
 
     Only the last file is rewritten. The first always exists, initially without rows, so that readers find the columns
-    of a table before its first row. No rows are kept in memory.
+    of a table before its first row. No rows are kept in memory. The manifest lists the files.
     """
 
-    def __init__(self, folder: Path, schema: pa.Schema, rows_per_file: int, manifest: Manifest | None = None) -> None:
-        """`manifest` lists the files."""
+    def __init__(self, folder: Path, schema: pa.Schema, rows_per_file: int, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
-        self._replacing = _unlisted if manifest is None else manifest.replacing
         self._schema = schema
         self._rows_per_file = rows_per_file
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
-        self._paths = self._existing()
+        self._paths = stored_parts(folder)
+        names = [without_number(path.name) for path in self._paths]
+        for index in range(len(names)):
+            if _part_name(index) not in names:
+                raise ValueError(f"{folder / _part_name(index)} is missing: {ADVICE}")
         self._counts = [count_rows(path) for path in self._paths]
-        if self._counts:
-            self._check_version()
-        else:
-            self._counts = [0]
+        for path in self._paths:
+            with opened_part(path) as file:
+                if schema_version(path, file.schema_arrow) > SCHEMA_VERSION:
+                    raise ValueError(f"{path} was written by a newer version: resume with that version")
+        if not self._paths:
             self._write(0, schema.empty_table())
 
     @property
@@ -102,11 +84,14 @@ class TableParts:
     def append(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Appends rows: fills the last file, then starts new ones."""
         while rows:
-            if self._counts[-1] >= self._rows_per_file:
-                self._counts.append(0)
-            batch = rows[: self._rows_per_file - self._counts[-1]]
-            self._extend_last(pa.Table.from_pylist(batch, schema=self._schema))
-            rows = rows[len(batch) :]
+            last, room = len(self._counts) - 1, self._rows_per_file - self._counts[-1]
+            if room <= 0:
+                last, room = last + 1, self._rows_per_file
+            batch = pa.Table.from_pylist(rows[:room], schema=self._schema)
+            if room < self._rows_per_file:
+                batch = pa.concat_tables([self.read_last(), batch])
+            self._write(last, batch)
+            rows = rows[room:]
 
     def replace(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Replaces all rows of a table that consists of one file."""
@@ -115,49 +100,34 @@ class TableParts:
 
     def read_last(self) -> pa.Table:
         """The rows of the last file, with the columns of the current schema."""
-        return conform(read_part(self._path(len(self._counts) - 1)), self._schema)
+        return conform(read_part(self._paths[-1]), self._schema)
 
     def cut(self, num_rows: int) -> None:
         """Drops all rows from index `num_rows` on, starting at the end, so that an interruption leaves no gap."""
         while self.rows > num_rows:
-            last = len(self._counts) - 1
-            before = sum(self._counts[:-1])
+            last, before = len(self._counts) - 1, sum(self._counts[:-1])
             if before >= num_rows and last > 0:
-                with nullcontext() if self._manifest is None else self._manifest.deleting(self._path(last)):
-                    self._path(last).unlink(missing_ok=True)
-                self._counts.pop()
-                del self._paths[last:]
+                with self._manifest.deleting(self._paths[last]):
+                    self._paths[last].unlink(missing_ok=True)
+                del self._counts[last:], self._paths[last:]
             else:
                 self._write(last, self.read_last().slice(0, num_rows - before))
 
-    def _extend_last(self, new: pa.Table) -> None:
-        if self._counts[-1]:
-            new = pa.concat_tables([self.read_last(), new])
-        self._write(len(self._counts) - 1, new)
-
     def _write(self, index: int, table: pa.Table) -> None:
-        write_part(self._path(index), table, self._replacing)
-        self._paths[index:] = [self._path(index)]
-        self._counts[index] = table.num_rows
+        """Replaces a file atomically: a temporary file is written, synced, checked and renamed."""
+        path = self._paths[index] if index < len(self._paths) else self._folder / _part_name(index)
+        temporary = temporary_path(path)
+        pq.write_table(table, temporary, compression="zstd")
+        sync(temporary)
+        if count_rows(temporary) != table.num_rows:
+            raise OSError(f"{temporary} does not hold the {table.num_rows} rows that were written to it")
+        with self._manifest.replacing(path, digest_of(temporary)):
+            publish(temporary, path)
+        self._paths[index:], self._counts[index:] = [path], [table.num_rows]
 
-    def _path(self, index: int) -> Path:
-        return self._paths[index] if index < len(self._paths) else self._folder / _part_name(index)
 
-    def _existing(self) -> list[Path]:
-        found = stored_parts(self._folder)
-        names = [without_number(path.name) for path in found]
-        expected = [_part_name(index) for index in range(len(found))]
-        if names != expected:
-            missing = self._folder / next(name for name in expected if name not in names)
-            raise ValueError(f"{missing} is missing: restore it from a copy, or start a new run")
-        return found
-
-    def _check_version(self) -> None:
-        for index in range(len(self._counts)):
-            with opened_part(self._path(index)) as file:
-                stored = schema_version(self._path(index), file.schema_arrow)
-            if stored > int(self._schema.metadata[SCHEMA_VERSION_KEY]):
-                raise ValueError(f"{self._path(index)} was written by a newer version: resume with that version")
+def _part_name(index: int) -> str:
+    return f"part-{index:05d}.parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +156,21 @@ class Journal:
 
         After an OSError none of them is stored.
         """
-        descriptor = self._open()
+        if self._descriptor is None:
+            self._name = f"journal-{uuid4().hex[:12]}.jsonl"  # never that of a file that a checkpoint may refer to
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
+            self._descriptor = os.open(self._folder / self._name, flags, 0o644)
+            self._length_bytes, self._hash = 0, sha256()
+            sync(self._folder)
         content = "".join(f'["{table}",{index},{text}]\n' for table, index, text in rows).encode()
+        rest = memoryview(content)
         try:
-            _write_all(descriptor, content)
-            os.fsync(descriptor)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            os.fsync(self._descriptor)
         except OSError:
             # After a full disk the file may end in the middle of a line.
-            os.ftruncate(descriptor, self._length_bytes)
+            os.ftruncate(self._descriptor, self._length_bytes)
             raise
         self._length_bytes += len(content)
         self._hash.update(content)
@@ -212,20 +189,12 @@ class Journal:
             os.close(descriptor)
             (self._folder / self._name).unlink(missing_ok=True)
 
-    def _open(self) -> int:
-        if self._descriptor is None:
-            self._name = f"journal-{uuid4().hex[:12]}.jsonl"  # never that of a file that a checkpoint may refer to
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
-            self._descriptor = os.open(self._folder / self._name, flags, 0o644)
-            self._length_bytes, self._hash = 0, sha256()
-            sync(self._folder)
-        return self._descriptor
 
+_row_json = json.JSONEncoder(check_circular=False).encode
+"""The row as one line of JSON; NaN and infinities are allowed, times are not."""
 
-def _write_all(descriptor: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+Position = Mapping[str, Any]
+"""The number of rows per table at a checkpoint, and as `journal` the file that those not yet in Parquet are in."""
 
 
 def journal_files(folder: Path) -> list[Path]:
@@ -233,23 +202,18 @@ def journal_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("journal-*.jsonl"))
 
 
-def _journal_end(position: "Position") -> JournalEnd | None:
-    try:
-        return None if position.get("journal") is None else typed(JournalEnd, position["journal"])
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"the checkpoint does not say where the journal ends ({said(error)}): {ADVICE}") from error
-
-
-def journalled_rows(folder: Path, position: "Position") -> dict[str, dict[int, dict[str, Any]]]:
+def journalled_rows(folder: Path, position: Position) -> dict[str, dict[int, dict[str, Any]]]:
     """For each table the rows by index, of the journal that a checkpoint with this position refers to.
 
     Raises ValueError for a journal that is not what it was then. If it is missing there are no rows: it was deleted
     because they are all in Parquet, or else the caller finds that they are not.
     """
-    if "journal" not in position:  # an earlier revision wrote the checkpoint
-        paths, end = journal_files(folder), None
-    else:
-        end = _journal_end(position)
+    paths, end = journal_files(folder), None
+    if "journal" in position:  # else an earlier revision wrote the checkpoint
+        try:
+            end = None if position["journal"] is None else typed(JournalEnd, position["journal"])
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"the checkpoint does not say where the journal ends ({said(error)}): {ADVICE}") from error
         paths = [] if end is None else [within(folder, end.file)]
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for path in paths:
@@ -269,9 +233,6 @@ def journalled_rows(folder: Path, position: "Position") -> dict[str, dict[int, d
                 break
     return rows
 
-
-Position = Mapping[str, Any]
-"""The number of rows per table at a checkpoint, and as `journal` the file that those not yet in Parquet are in."""
 
 ROW_TABLES = tuple(table for table in TABLES if table != "runs")
 
@@ -309,7 +270,15 @@ class RunWriter:
         """Starts a new run; ValueError, before anything is written, if the id is used or the folder not writable."""
         paths = run_paths(root, experiment, run_id)
         check_writable(paths.root)
-        _reserve(paths)
+        refusal = ValueError(f"run {run_id!r} exists under {paths.root}: resume it, or give another run id")
+        if is_used(paths.root, run_id):
+            raise refusal
+        paths.artifacts.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.mkdir(paths.artifacts)  # fails if another process takes the id at this moment
+        except FileExistsError as error:
+            raise refusal from error
+        sync(paths.artifacts.parent)
         try:
             return cls(paths, Manifest(paths), flush_interval_s, rows_per_file)
         except OSError:  # a full disk
@@ -364,11 +333,12 @@ class RunWriter:
     def commit(self) -> dict[str, Any]:
         """Writes all added rows to the journal and returns the position, for the checkpoint.
 
-        After an OSError (such as a full disk) the rows stay buffered for the next commit.
+        Flushes if the flush interval has passed, or if the buffered rows fill a file. After an OSError (such as a full
+        disk) the rows stay buffered for the next commit.
         """
         before = self.position
         added = [
-            (table, index, row_json(row))
+            (table, index, _row_json(row))
             for table, rows in self._added.items()
             for index, row in enumerate(rows, before[table])
         ]
@@ -377,20 +347,21 @@ class RunWriter:
         for table, rows in self._added.items():
             self._committed[table] += rows
             rows.clear()
-        self.flush_if_due()
-        return self.position
-
-    def flush_if_due(self) -> None:
-        """Flushes if the flush interval has passed, or if the buffered rows fill a file."""
         waiting = max(len(rows) for rows in self._committed.values())
         if time.monotonic() >= self._next_flush_s or waiting >= self._rows_per_file:
             self.flush()
+        return self.position
 
     def flush(self) -> None:
         """Moves all committed rows to the Parquet files; safe with concurrent readers."""
         started_s = time.monotonic()
         for table, rows in self._committed.items():
-            self._flush_table(table, rows)
+            before = self._parts[table].rows
+            try:
+                self._parts[table].append(rows)
+            finally:
+                # After an error, rows that are already in a file must not be written again.
+                del rows[: self._parts[table].rows - before]
         self._journal.rotate()
         now_s = time.monotonic()
         pause_s = min(_FLUSH_PAUSE * (now_s - started_s), _MOST_INTERVALS * self._flush_interval_s)
@@ -408,14 +379,6 @@ class RunWriter:
         self.commit()
         self.flush()
 
-    def _flush_table(self, table: str, rows: list[Row]) -> None:
-        before = self._parts[table].rows
-        try:
-            self._parts[table].append(rows)
-        finally:
-            # After an error, rows that are already in a file must not be written again.
-            del rows[: self._parts[table].rows - before]
-
     def _restore(self, position: Position) -> None:
         if self._parts["runs"].files > 1:
             raise ValueError(
@@ -425,39 +388,16 @@ class RunWriter:
         for table in position:
             if table not in (*ROW_TABLES, "journal"):
                 raise ValueError(f"the checkpoint counts rows of table {table!r}, which is not one of {ROW_TABLES}")
-        journalled = journalled_rows(self.paths.artifacts, position) if self._is_short(position) else {}
-        missing = {
-            table: self._missing(table, position.get(table, 0), journalled.get(table, {})) for table in ROW_TABLES
-        }
-        for table, rows in missing.items():
+        lacking = {table: range(self._parts[table].rows, position.get(table, 0)) for table in ROW_TABLES}
+        journalled = journalled_rows(self.paths.artifacts, position) if any(lacking.values()) else {}
+        for table, indices in lacking.items():
+            for index in indices:
+                if index not in journalled.get(table, {}):
+                    raise ValueError(
+                        f"run {self.paths.run_id!r} lacks row {index} of table {table!r}, which its checkpoint counts: "
+                        "restore the results folder from a copy, or start a new run"
+                    )
+        rows = {table: [check_row(table, journalled[table][index]) for index in lacking[table]] for table in ROW_TABLES}
+        for table in ROW_TABLES:
             self._parts[table].cut(position.get(table, 0))
-            self._parts[table].append(rows)
-
-    def _is_short(self, position: Position) -> bool:
-        return any(self._parts[table].rows < position.get(table, 0) for table in ROW_TABLES)
-
-    def _missing(self, table: str, num_rows: int, rows: Mapping[int, Mapping[str, Any]]) -> list[Row]:
-        """The rows up to the position that are not in Parquet, from the journal."""
-        stored = self._parts[table].rows
-        for index in range(stored, num_rows):
-            if index not in rows:
-                raise ValueError(
-                    f"run {self.paths.run_id!r} lacks row {index} of table {table!r}, which its checkpoint counts: "
-                    "restore the results folder from a copy, or start a new run"
-                )
-        return [check_row(table, rows[index]) for index in range(stored, num_rows)]
-
-
-def _reserve(paths: RunPaths) -> None:
-    if is_used(paths.root, paths.run_id):
-        raise ValueError(_used(paths))
-    paths.artifacts.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.mkdir(paths.artifacts)  # fails if another process takes the id at this moment
-    except FileExistsError as error:
-        raise ValueError(_used(paths)) from error
-    sync(paths.artifacts.parent)
-
-
-def _used(paths: RunPaths) -> str:
-    return f"run {paths.run_id!r} exists under {paths.root}: resume it, or give another run id"
+            self._parts[table].append(rows[table])

@@ -3,19 +3,17 @@
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.algorithm import RunState, Stage
 from fedloom.platform.federation.building import build_world
-from fedloom.platform.federation.config import RayConfig, RunConfig
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.event_files import FOLDER as EVENTS, EventFiles, Events, NoEvents, check_event_files
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
@@ -25,16 +23,14 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
 from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint
-from fedloom.platform.results.copies import MirrorError, check_results, fetch, fetch_folder, mirror_folder, mirrored
-from fedloom.platform.results.files import as_stored, from_json, read_file
-from fedloom.platform.results.lock import Ownership, OwnershipLostError, check_unowned, owned
+from fedloom.platform.results.copies import MirrorError, check_results, fetch, fetch_folder, mirrored
+from fedloom.platform.results.files import as_stored
+from fedloom.platform.results.lock import Ownership, OwnershipLostError
 from fedloom.platform.results.manifest import check_files, check_regular
 from fedloom.platform.results.paths import (
-    ARTIFACTS,
     STATE_FILE,
     SUPERNETS,
     RunPaths,
-    named_runs,
     new_run_id,
     read_names,
     run_paths,
@@ -45,6 +41,7 @@ from fedloom.platform.results.store import is_remote, local_root
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.dry_run import dry_executor, dry_stages
 from fedloom.platform.runs.logs import CONSOLE, and_logged, close_log, log_to
+from fedloom.platform.runs.resuming import check_name_is_free, owned_run, what_is_computed
 from fedloom.platform.runs.run_files import (
     COSTS,
     check_data,
@@ -59,18 +56,16 @@ from fedloom.platform.runs.run_files import (
 )
 from fedloom.platform.runs.sources import check_code_places
 from fedloom.platform.runs.supernets import keeper, load_supernet, supernet_key
-from fedloom.platform.words import in_words
-
-
-def make_serial(world: World) -> SerialExecutor:
-    """Trains the world's clients in this process."""
-    return SerialExecutor(Worker(world.spec))
-
 
 logger = logging.getLogger(__name__)
 
 MakeExecutor = Callable[[World], Executor]
 """Creates the executor of a run."""
+
+
+def make_serial(world: World) -> SerialExecutor:
+    """Trains the world's clients in this process."""
+    return SerialExecutor(Worker(world.spec))
 
 
 @dataclass(frozen=True)
@@ -157,13 +152,13 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
     if key is None:
         return _Beginning(RunState())
     fetch_folder(config.results, f"{SUPERNETS}/{key}")
-    found = load_supernet(paths.root, key, config)
-    if found is None:
+    supernet = load_supernet(paths.root, key, config)
+    if supernet is None:
         row = {"supernet": key, "supernet_run_id": paths.run_id}
-        return _Beginning(RunState(), None, row, _leaver(config, paths, key))
+        return _Beginning(RunState(), None, row, keeper(config, paths, key))
     # Saved before the row is written, so that a resumed run never trains a supernet that its row attributes to another.
-    saved = save_state(paths.checkpoint, found.state, writer.position, asdict(config), paths.run_id)
-    return _Beginning(found.state, saved, {"supernet": key, "supernet_run_id": found.run_id})
+    saved = save_state(paths.checkpoint, supernet.state, writer.position, asdict(config), paths.run_id)
+    return _Beginning(supernet.state, saved, {"supernet": key, "supernet_run_id": supernet.run_id})
 
 
 def _going_on(world: World, writer: RunWriter, state: RunState) -> _Beginning:
@@ -175,21 +170,7 @@ def _going_on(world: World, writer: RunWriter, state: RunState) -> _Beginning:
     key = supernet_key(config, world) if config.reuse_supernet else None
     if key is None or key != recorded.get("supernet"):
         return _Beginning(state, None, {"supernet": None, "supernet_run_id": None})
-    return _Beginning(state, None, {}, _leaver(config, writer.paths, key))
-
-
-def _leaver(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState], None]:
-    """Returns a function that stores the supernet for later runs, also at the results' URL for other machines."""
-    keep = keeper(paths.root, key, paths.run_id, config)
-
-    def leave(state: RunState) -> None:
-        keep(state)
-        try:
-            mirror_folder(config.results, f"{SUPERNETS}/{key}")
-        except OSError as error:
-            logger.warning("the supernet could not be left for runs on other machines: %s", in_words(error))
-
-    return leave
+    return _Beginning(state, None, {}, keeper(config, writer.paths, key))
 
 
 def resume_run(
@@ -220,19 +201,6 @@ def resume_run(
         check_files(paths)
         _resume(config, paths, make_executor, watcher or Watcher(), label or Label(), ownership, changed_plugins)
     return run_id
-
-
-def owned_run(
-    config: RunConfig, paths: RunPaths, *, fresh: bool = False, take_over: bool = False
-) -> AbstractContextManager[Ownership]:
-    """Owns a run, and its copy at the results' URL, for the duration of the block (see `owned`)."""
-    what = f"run {paths.run_id}"
-    return owned(paths.artifacts, what, config.results, paths.root, fresh=fresh, take_over=take_over)
-
-
-def check_run_unowned(paths: RunPaths) -> None:
-    """Raises OwnedError if another process of this machine is at work on a run; does not wait."""
-    check_unowned(paths.artifacts, f"run {paths.run_id}")
 
 
 def _resume(
@@ -297,83 +265,6 @@ def planned_stages(world: World) -> list[Stage]:
     return dry_stages(stages) if world.config.dry_run else stages
 
 
-FREE_ON_RESUME = (
-    "executor.kind",
-    "executor.actors",
-    "executor.client_timeout_s",
-    "executor.failures",
-    "ray",
-    "checkpoint",
-    "data.root",
-    "data.cache",
-    "data.download",
-    "reuse_supernet",
-    "tensorboard",
-    "name",
-    "tags",
-)
-"""The keys that may change when a run is resumed, because they do not affect its results."""
-
-
-OF_THE_MACHINE = ("ray", "data.root", "data.cache", "data.download")
-"""The keys that say where a run is at work; their values are those of whoever goes on with it, never those stored."""
-
-
-def placed_here(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration with this machine's addresses and folders: the defaults, whatever the run's were.
-
-    Results may come from strangers, whose address would be connected to, and whose folder be written to.
-    """
-    here = asdict(DataConfig())
-    data = stored.get("data")
-    if isinstance(data, Mapping):
-        data = {**data, **{name: here[name] for name in ("root", "cache", "download")}}
-    return {**stored, "data": data, "ray": asdict(RayConfig())}
-
-
-def free_on_resume(key: str) -> bool:
-    """Whether a configuration key, such as `ray.num_cpus`, may be changed when a run is resumed."""
-    return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
-
-
-def what_is_computed(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without the keys that may change on resume, and without the results folder."""
-    return {
-        name: what_is_computed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
-        for name, value in config.items()
-        if f"{prefix}{name}" != "results" and not free_on_resume(f"{prefix}{name}")
-    }
-
-
-def check_name_is_free(root: Path, config: RunConfig) -> None:
-    """Raises ValueError for the name of another run, unless both are one setting with different seeds.
-
-    A dry run keeps no name from the run that it was made for.
-    """
-    own = _setting_and_seeds(json.loads(json.dumps(asdict(config))))
-    for run_id, names in named_runs(root).items() if config.name is not None else ():
-        if names.name != config.name:
-            continue
-        try:
-            stored = root / ARTIFACTS / run_id / "config.json"
-            setting, seeds = _setting_and_seeds(from_json(read_file(stored), stored))
-        except (OSError, ValueError, AttributeError):
-            setting, seeds = {}, {}
-        if setting.get("dry_run") and not config.dry_run:
-            continue
-        if setting != own[0] or seeds == own[1]:
-            raise ValueError(
-                f"name={config.name} is that of run {run_id}, and only other seeds of its setting may have it, too: "
-                f"choose another, or tags=[{config.name}]"
-            )
-
-
-def _setting_and_seeds(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    computed = what_is_computed(values)
-    seeds = {name: computed.pop(name, None) for name in ("seed", "seeds")}
-    return computed, seeds
-
-
 def _go(
     world: World,
     stages: Sequence[Stage],
@@ -383,17 +274,21 @@ def _go(
     watcher: Watcher,
     stored: Callable[[], None],
 ) -> None:
-    config = world.config
-    status = StatusFile(writer.paths.status)
+    config, paths = world.config, writer.paths
+    status = StatusFile(paths.status)
     status.write("running", message="starting workers")
-    _tell_start(writer, watcher)
+    supernet_of = str(writer.run_row.get("supernet_run_id") or "")
+    watcher.started(paths.run_id, "" if supernet_of == paths.run_id else supernet_of)
     executor: Executor | None = None
     heartbeat = Heartbeat(status)
-    log = log_to(writer.paths.logs)
-    CONSOLE.info("run %s", writer.paths.run_id)
+    log = log_to(paths.logs)
+    CONSOLE.info("run %s", paths.run_id)
     for line in keys_without_effect(config):
         logger.warning("%s", line)
-    recorder = Recorder(writer, asdict(config), beginning.saved, _events(config, writer), stored)
+    events: Events = NoEvents()
+    if config.tensorboard:
+        events = EventFiles(paths.artifacts / EVENTS, writer.position["rounds"], asdict(config))
+    recorder = Recorder(writer, asdict(config), beginning.saved, events, stored)
     try:
         with _end_written(recorder, status):
             executor = dry_executor(world) if config.dry_run else make_executor(world)
@@ -423,33 +318,15 @@ def _end_written(recorder: Recorder, status: StatusFile) -> Iterator[None]:
     """Writes down how the block ends."""
     try:
         yield
-    except (InterruptedRunError, KeyboardInterrupt) as error:
-        _finish_broken(recorder, status, "interrupted", str(error) or AT_ONCE)
+    except (Exception, KeyboardInterrupt) as error:
+        is_interrupted = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+        message = str(error) or (AT_ONCE if is_interrupted else "")
+        try:
+            _finish(recorder, status, "interrupted" if is_interrupted else "failed", message)
+        except (OSError, ValueError) as unwritten:  # the caller gets the error that ended the run, not this one
+            logger.error("the end of the run could not be written down: %s", unwritten)
         raise
-    except Exception as error:
-        _finish_broken(recorder, status, "failed", str(error))
-        raise
-    else:
-        _finish(recorder, status, "done", "")
-
-
-def _tell_start(writer: RunWriter, watcher: Watcher) -> None:
-    taken = str(writer.run_row.get("supernet_run_id") or "")
-    watcher.started(writer.paths.run_id, taken if taken != writer.paths.run_id else "")
-
-
-def _events(config: RunConfig, writer: RunWriter) -> Events:
-    if not config.tensorboard:
-        return NoEvents()
-    return EventFiles(writer.paths.artifacts / EVENTS, writer.position["rounds"], asdict(config))
-
-
-def _finish_broken(recorder: Recorder, status: StatusFile, state: WrittenState, message: str) -> None:
-    try:
-        _finish(recorder, status, state, message)
-    except (OSError, ValueError) as error:
-        # The caller gets the error that ended the run, not this one.
-        logger.error("the end of the run could not be written down: %s", error)
+    _finish(recorder, status, "done", "")
 
 
 def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message: str) -> None:
@@ -464,6 +341,8 @@ def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message
         status.write(written, message=message)
         CONSOLE.info("%s", f"{written}: {message}" if message else written)
 
+
+# -- how a run ended ---------------------------------------------------------------------------------------------------
 
 Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted"]
 
@@ -507,31 +386,23 @@ def run_to_end(
         run_ids.append(run_id)
         watcher.started(run_id, supernet_of)
 
+    def ended(kind: Kind, message: str = "") -> RunEnd:
+        return RunEnd(run_ids[0] if run_ids else "", kind, message)
+
     watched = replace(watcher, started=started)
-    kind, message = _ended(config, make_executor, watched, resume, label)
-    if kind == "refused" and run_ids:  # it has begun: its rows and its checkpoint are there to be resumed
-        kind = "failed"
-    if kind == "interrupted" and not run_ids:
-        message = NOT_BEGUN
-    return RunEnd(run_ids[0] if run_ids else "", kind, message)
-
-
-def _ended(
-    config: RunConfig, make_executor: MakeExecutor, watcher: Watcher, resume: Resume | None, label: Label | None
-) -> tuple[Kind, str]:
     try:
         with blaming_own(RunFailedError, InterruptedRunError, MirrorError, OwnershipLostError):
             if resume is None:
-                start_run(config, make_executor, watcher, label)
+                start_run(config, make_executor, watched, label)
             else:
                 allowed = {"changed_plugins": resume.changed, "take_over": resume.take_over}
-                resume_run(config, resume.run_id, make_executor, watcher, label, **allowed)
+                resume_run(config, resume.run_id, make_executor, watched, label, **allowed)
     except (MirrorError, OwnershipLostError) as error:
-        return "infrastructure", str(error)
-    except ValueError as error:
-        return "refused", str(error)
+        return ended("infrastructure", str(error))
+    except ValueError as error:  # if it has begun, its rows and its checkpoint are there to be resumed
+        return ended("failed" if run_ids else "refused", str(error))
     except RunFailedError as error:
-        return "failed", str(error)
+        return ended("failed", str(error))
     except (InterruptedRunError, KeyboardInterrupt) as error:
-        return "interrupted", str(error) or AT_ONCE
-    return "done", ""
+        return ended("interrupted", (str(error) or AT_ONCE) if run_ids else NOT_BEGUN)
+    return ended("done")

@@ -22,13 +22,14 @@ from fedloom.platform.federation.recorder import restored_state, save_state
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import differences, load_checkpoint
+from fedloom.platform.results.copies import mirror_folder
 from fedloom.platform.results.files import from_hashed_json, hashed_json, read_file, write_atomically
 from fedloom.platform.results.lock import one_at_a_time
 from fedloom.platform.results.manifest import digest_of
-from fedloom.platform.results.paths import STATE_FILE, SUPERNETS
+from fedloom.platform.results.paths import STATE_FILE, SUPERNETS, RunPaths
 from fedloom.platform.runs.run_files import input_hashes
 from fedloom.platform.runs.sources import UnknownSourceError, plugin_sources, source_hash
-from fedloom.platform.words import why
+from fedloom.platform.words import in_words, why
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class StoredSupernet:
 def stored_supernet(root: Path, key: str) -> str | None:
     """The id of the run that stored a supernet with this key, None if there is none; reads no tensors."""
     try:
-        return str(_origin(_folder(root, key) / ORIGIN)["run_id"])
+        return str(_origin(_folder(root, key))["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -144,35 +145,30 @@ def load_supernet(root: Path, key: str, config: RunConfig) -> StoredSupernet | N
         return None
 
 
-def _origin(path: Path) -> dict[str, Any]:
-    return from_hashed_json(read_file(path), path, allow_plain=True)
-
-
 def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     folder = _folder(root, key)
     if folder.is_symlink():
         raise ValueError(f"{folder} leads elsewhere")
     try:
-        origin = _origin(folder / ORIGIN)
-        run_id, expected = str(origin["run_id"]), origin["state_sha256"]
-        found = digest_of(folder / STATE_FILE).sha256
+        origin = _origin(folder)
+        run_id, expected_sha256 = str(origin["run_id"]), origin["state_sha256"]
+        sha256 = digest_of(folder / STATE_FILE).sha256
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / ORIGIN} or {STATE_FILE} beside it cannot be read") from error
-    if found != expected:
+    if sha256 != expected_sha256:
         raise ValueError(f"{folder / STATE_FILE} is not what {ORIGIN} says")
     checkpoint = load_checkpoint(folder)
-    if (changes := _of_another(checkpoint.data, config)) or origin.get("key", key) != key:
-        raise ValueError(f"{folder} holds the supernet of another training ({changes or origin['key']})")
-    return StoredSupernet(run_id, restored_state(checkpoint.data, checkpoint.groups))
-
-
-def _of_another(stored: Mapping[str, Any], config: RunConfig) -> str:
-    """In what a stored state was computed otherwise than the key of this configuration says; "" if in nothing."""
     try:
-        saved, given = ({"seeds": _seeds(v), **_counted(config, v)} for v in (stored["config"], asdict(config)))
+        stored, own = (
+            {"seeds": _seeds(values), **_counted(config, values)}
+            for values in (checkpoint.data["config"], asdict(config))
+        )
+        changes = differences(stored, own)
     except (KeyError, TypeError) as error:
         raise ValueError("it does not say with which configuration it was trained") from error
-    return differences(saved, given)
+    if changes or origin.get("key", key) != key:
+        raise ValueError(f"{folder} holds the supernet of another training ({changes or origin['key']})")
+    return StoredSupernet(run_id, restored_state(checkpoint.data, checkpoint.groups))
 
 
 def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: RunConfig) -> None:
@@ -180,35 +176,34 @@ def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: R
 
     If several runs finish at the same time, the first one wins. Raises OSError for disk errors.
     """
-    with one_at_a_time(root / SUPERNETS):
-        _store(root, key, state, run_id, config)
-
-
-def _store(root: Path, key: str, state: RunState, run_id: str, config: RunConfig) -> None:
     folder = _folder(root, key)
-    if folder.is_dir():
-        try:
-            _load(root, key, config)
-        except ValueError:
-            _remove(folder)
-        else:
-            return
-    with atomic_folder(folder) as temporary:
-        save_state(temporary, state, {}, asdict(config), run_id)
-        origin = {
-            "key": key,
-            "run_id": run_id,
-            "experiment": config.experiment,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "state_sha256": digest_of(temporary / STATE_FILE).sha256,
-        }
-        write_atomically(temporary / ORIGIN, hashed_json(origin))
+    with one_at_a_time(root / SUPERNETS):
+        if folder.is_dir():
+            try:
+                _load(root, key, config)
+                return
+            except ValueError:
+                # Renamed first, so that no run reads a partly deleted folder.
+                aside = folder.parent / f".{folder.name}.{uuid4().hex}.tmp"
+                folder.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+        with atomic_folder(folder) as temporary:
+            save_state(temporary, state, {}, asdict(config), run_id)
+            origin = {
+                "key": key,
+                "run_id": run_id,
+                "experiment": config.experiment,
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "state_sha256": digest_of(temporary / STATE_FILE).sha256,
+            }
+            write_atomically(temporary / ORIGIN, hashed_json(origin))
 
 
-def keeper(root: Path, key: str, run_id: str, config: RunConfig) -> Callable[[RunState], None]:
+def keeper(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState], None]:
     """Returns a function of every stage's last state that stores the supernet after its training.
 
-    An error in storing it only causes a warning, because only later runs need it.
+    It is stored at the results' URL, too, for other machines. An error only causes a warning, because only later runs
+    need it.
     """
     training = shared_training(config.method)
 
@@ -216,9 +211,14 @@ def keeper(root: Path, key: str, run_id: str, config: RunConfig) -> Callable[[Ru
         if training is None or state.stage != training.stages - 1:
             return
         try:
-            store_supernet(root, key, state, run_id, config)
+            store_supernet(paths.root, key, state, paths.run_id, config)
         except OSError as error:
-            logger.warning("the supernet could not be left for later runs: %s", why(error, root / SUPERNETS / key))
+            reason = why(error, _folder(paths.root, key))
+            logger.warning("the supernet could not be left for later runs: %s", reason)
+        try:
+            mirror_folder(config.results, f"{SUPERNETS}/{key}")
+        except OSError as error:
+            logger.warning("the supernet could not be left for runs on other machines: %s", in_words(error))
 
     return keep
 
@@ -227,8 +227,5 @@ def _folder(root: Path, key: str) -> Path:
     return Path(root) / SUPERNETS / key
 
 
-def _remove(folder: Path) -> None:
-    # Renamed first, so that no run reads a partly deleted folder and an interrupted removal is cleaned up later.
-    aside = folder.parent / f".{folder.name}.{uuid4().hex}.tmp"
-    folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+def _origin(folder: Path) -> dict[str, Any]:
+    return from_hashed_json(read_file(folder / ORIGIN), folder / ORIGIN, allow_plain=True)

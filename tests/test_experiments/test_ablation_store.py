@@ -34,6 +34,7 @@ from fedloom.experiments.store.ablations import (
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
 from fedloom.platform.results.files import from_hashed_json, hashed_json
 from fedloom.platform.results.lock import owned
+from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.results.store import local_root
@@ -267,7 +268,7 @@ def write_status(root: Path, trial: Trial, state: str, row: str | None = None, *
     """What a trial leaves behind; `row` is what its row says, if not the same."""
     paths = RunPaths(root, trial.experiment, trial.run_id)
     path = paths.status
-    TableParts(paths.table("runs"), TABLES["runs"], 1).replace([{"status": row or state}])
+    TableParts(paths.table("runs"), TABLES["runs"], 1, Manifest(paths)).replace([{"status": row or state}])
     path.parent.mkdir(parents=True, exist_ok=True)
     status = {
         "state": state,

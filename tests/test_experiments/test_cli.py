@@ -29,7 +29,8 @@ from fedloom.experiments.terminal import (
 )
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress, Validated
 from fedloom.platform.runs.logs import as_bytes, as_time, round_line
-from fedloom.platform.runs.run import FREE_ON_RESUME, NOT_BEGUN, RunEnd
+from fedloom.platform.runs.resuming import FREE_ON_RESUME
+from fedloom.platform.runs.run import NOT_BEGUN, RunEnd
 
 COMMANDS = ("run", "resume", "search", "describe", "prepare", "tables", "report", "export", "status")
 

@@ -13,7 +13,7 @@ from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.results.paths import NO_NAMES
-from fedloom.platform.runs.run import what_is_computed
+from fedloom.platform.runs.resuming import what_is_computed
 from fedloom.platform.settings import Setting, settings_of
 
 

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.experiments.runs.finished import leave_finished
 from fedloom.experiments.show import RunView
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
@@ -32,6 +31,7 @@ from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table
 from fedloom.platform.runs import run as run_module
 from fedloom.platform.runs.logs import round_line
+from fedloom.platform.runs.resuming import leave_finished
 from fedloom.platform.runs.run import NOT_BEGUN, Resume, RunEnd, Watcher, make_serial, resume_run, run_to_end, start_run
 
 
