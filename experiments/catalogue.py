@@ -66,36 +66,38 @@ def known_keys(given: Sequence[str]) -> list[Setting]:
     by name are included. Raises ValueError for a word that no key starts with.
     """
     config = compose_config([word for word in given if "=" in word])
-    prefixes = [word for word in given if "=" not in word]
     settings = [*_with_options(config)]
-    keys = [s.key for s in settings]
+    keys = [setting.key for setting in settings]
+    prefixes = [word.rstrip(".") for word in given if "=" not in word]
     for prefix in prefixes:
-        if not any(key == prefix or key.startswith(f"{prefix.rstrip('.')}.") for key in keys):
+        if not any(_begins(key, prefix) for key in keys):
             groups = sorted({key.rpartition(".")[0] for key in keys if "." in key} | set(keys))
             raise ValueError(
                 f"no configuration key begins with {prefix!r} (method {config.method.name}){meant(prefix, groups)}"
             )
-    wanted = [p.rstrip(".") for p in prefixes]
-    return [s for s in settings if not wanted or any(s.key == p or s.key.startswith(f"{p}.") for p in wanted)]
+    return [s for s in settings if not prefixes or any(_begins(s.key, prefix) for prefix in prefixes)]
+
+
+def _begins(key: str, prefix: str) -> bool:
+    return key == prefix or key.startswith(f"{prefix}.")
 
 
 def _with_options(config: RunConfig) -> Iterator[Setting]:
     """All settings; a mapping `options` is followed by the options of the plug-ins that are chosen by name."""
     settings = [*settings_of(config)]
-    places = [s.key.rpartition(".")[0] for s in settings if s.key.endswith(".options")]
-    options: dict[str, list[Setting]] = {place: [] for place in places}
+    options: dict[str, list[Setting]] = {s.key.rpartition(".")[0]: [] for s in settings if s.key.endswith(".options")}
     for setting in settings:
         registry = next((each for each in REGISTRIES if each.kind == setting.component), None)
-        above = [p for p in places if setting.key.startswith(f"{p}.")]
-        if registry is not None and above and setting.default is not None:
-            place = max(above, key=len)
+        groups = [group for group in options if setting.key.startswith(f"{group}.")]
+        if registry is not None and groups and setting.default is not None:
+            group = max(groups, key=len)
             for name in setting.default if isinstance(setting.default, list) else [setting.default]:
-                options[place] += options_of(registry, name, f"{place}.options")
+                options[group] += options_of(registry, name, f"{group}.options")
     for setting in settings:
         yield setting
-        place, _, name = setting.key.rpartition(".")
+        group, _, name = setting.key.rpartition(".")
         if name == "options":
-            yield from {option.key: option for option in options[place]}.values()
+            yield from {option.key: option for option in options[group]}.values()
 
 
 def whose_keys(given: Sequence[str], settings: Sequence[Setting]) -> str:
@@ -147,80 +149,73 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A plug-in point: its kind, the keys that choose the code, the required form of user code, and the built-ins."""
+class PluginPoint:
+    """What can be chosen by name: its kind, the keys that choose it, the form of user code, and the built-ins."""
 
     kind: str
     keys: tuple[str, ...]
-    own: str
+    form: str
     built_in: tuple[Code, ...]
 
+    def has(self, word: str) -> bool:
+        """Whether the kind, a key or the name of a built-in contains the word."""
+        texts = (text.replace("_", " ") for text in (self.kind, *self.keys))
+        in_text = any(word.lower().replace("_", " ") in text for text in texts)
+        return in_text or any(word.lower() in code.name.lower() for code in self.built_in)
 
-def known_code(words: Sequence[str]) -> list[Place]:
+
+def known_code(words: Sequence[str]) -> list[PluginPoint]:
     """The plug-in points whose kind, keys or built-in names contain one of these words; all if no word is given.
 
     Raises ValueError for a word that no plug-in point contains.
     """
-    places = [_methods(), *(_place(registry) for registry in REGISTRIES)]
+    methods = [Code(name, _first_line(sys.modules[m.config.__module__])) for name, m in METHODS.items()]
+    form = "a fedloom.platform.federation.algorithm.Method"
+    points = [PluginPoint("method", ("method",), form, tuple(methods)), *map(_point, REGISTRIES)]
     for word in words:
-        if not any(_is_of(place, word) for place in places):
-            kinds = [place.kind for place in places]
+        if not any(point.has(word) for point in points):
+            kinds = [point.kind for point in points]
             raise ValueError(f"nothing is chosen by {word!r}{nearest(word, kinds)}; there are {', '.join(kinds)}")
-    return [place for place in places if not words or any(_is_of(place, word) for word in words)]
+    return [point for point in points if not words or any(point.has(word) for word in words)]
 
 
-def _is_of(place: Place, word: str) -> bool:
-    named = any(word.lower() in code.name.lower() for code in place.built_in)
-    return named or any(word.lower().replace("_", " ") in text.replace("_", " ") for text in (place.kind, *place.keys))
-
-
-def _methods() -> Place:
-    found = tuple(Code(name, _first_line(sys.modules[method.config.__module__])) for name, method in METHODS.items())
-    return Place("method", ("method",), "a fedloom.platform.federation.algorithm.Method", found)
-
-
-def _place(registry: Registry[Any]) -> Place:
-    keys = tuple(dict.fromkeys(s.key for s in _all_settings() if s.component == registry.kind))
-    found = [Code(name, _first_line(_undressed(code)), tuple(options_of(registry, name, "options")))
-             for name, code in registry.known.items()]  # fmt: skip
+def _point(registry: Registry[Any]) -> PluginPoint:
+    settings = [*settings_of(RunConfig())]
+    settings += (setting for method in METHODS.values() for setting in settings_of(method.config(), "method."))
+    keys = dict.fromkeys(setting.key for setting in settings if setting.component == registry.kind)
+    built_in = []
+    for name, code in registry.known.items():
+        # The docstring is that of the design of a space, or of the function in a partial function.
+        while hasattr(code, "func"):
+            code = type(code.args[-1]) if code.args and is_dataclass(code.args[-1]) else code.func
+        built_in.append(Code(name, _first_line(code), tuple(options_of(registry, name, "options"))))
     if registry is DATASETS:
-        found.append(Code(f"{TORCHVISION}NAME", "Any classification set of torchvision, such as FashionMNIST."))
-    return Place(registry.kind, keys, registry.form, tuple(found))
-
-
-def _undressed(code: Any) -> Any:
-    """The object that carries the docstring: the design of a space, or the function in a partial function."""
-    while hasattr(code, "func"):
-        code = type(code.args[-1]) if code.args and is_dataclass(code.args[-1]) else code.func
-    return code
-
-
-def _all_settings() -> Iterator[Setting]:
-    yield from settings_of(RunConfig())
-    for method in METHODS.values():
-        yield from settings_of(method.config(), "method.")
+        built_in.append(Code(f"{TORCHVISION}NAME", "Any classification set of torchvision, such as FashionMNIST."))
+    return PluginPoint(registry.kind, tuple(keys), registry.form, tuple(built_in))
 
 
 def _first_line(documented: Any) -> str:
     return (inspect.getdoc(documented) or "").partition("\n")[0]
 
 
-def show_code(places: Sequence[Place], *, as_json: bool) -> None:
+def show_code(points: Sequence[PluginPoint], *, as_json: bool) -> None:
     """Prints the keys, the required form of user code and the built-ins of plug-in points, or one JSON object."""
     if as_json:
-        write_json({"places": [_place_as_json(place) for place in places]})
+        places = []
+        for point in points:
+            built_in = [
+                {"name": code.name, "text": code.text, "options": [*map(_as_json, code.options)]}
+                for code in point.built_in
+            ]
+            places.append({"kind": point.kind, "keys": list(point.keys), "own": point.form, "built_in": built_in})
+        write_json({"places": places})
         return
     screen = console()
-    for place in places:
-        screen.print(f"{place.kind}: {', '.join(f'{key}=NAME' for key in place.keys)}", style="bold", markup=False)
-        _below(screen, f"module:name of your own is {place.own}")
-        for code in place.built_in:
+    for point in points:
+        screen.print(f"{point.kind}: {', '.join(f'{key}=NAME' for key in point.keys)}", style="bold", markup=False)
+        _below(screen, f"module:name of your own is {point.form}")
+        for code in point.built_in:
             screen.print(f"  {code.name:<22} {code.text}", markup=False)
             for option in code.options:
                 screen.print(f"    {option.key.rpartition('.')[2]}={written(option.default)}  ({option})", markup=False)
         screen.print()
-
-
-def _place_as_json(place: Place) -> dict[str, Any]:
-    built_in = [{"name": c.name, "text": c.text, "options": [_as_json(o) for o in c.options]} for c in place.built_in]
-    return {"kind": place.kind, "keys": list(place.keys), "own": place.own, "built_in": built_in}

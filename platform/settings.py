@@ -154,8 +154,29 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """The bounds of its numbers, or what its text must be; empty if its type says it all."""
-        return _allowed_text(self.marks)
+        """The bounds of its numbers, or what its text must be; empty if its type says it all.
+
+        The bounds hold for every number of a list.
+        """
+        bounds = {n: b for n in ("ge", "gt", "le", "lt") for m in self.marks if (b := getattr(m, n, None)) is not None}
+        least, above, most, below = (
+            None if (bound := bounds.get(name)) is None else bound if isinstance(bound, int) else f"{bound:g}"
+            for name in ("ge", "gt", "le", "lt")
+        )
+        upper = f"at most {most}" if most is not None else f"below {below}" if below is not None else ""
+        if above is not None:
+            words = f"above {above} and {upper}" if upper else f"greater than {above}"
+        elif least is None:
+            words = upper
+        elif most is not None:
+            words = f"between {least} and {most}"
+        else:
+            words = " and ".join(
+                filter(None, [f"{least} or more" if upper or least == 0 else f"at least {least}", upper])
+            )
+        others = [str(mark) for mark in self.marks if isinstance(mark, Text | ComponentName | Infinite)]
+        words = words or ("a number" if any(isinstance(mark, Infinite) for mark in self.marks) else "")
+        return ", ".join(filter(None, [words, *others]))
 
     def __str__(self) -> str:
         return f"{self.kind}; {self.allowed}" if self.allowed else self.kind
@@ -206,27 +227,6 @@ def _type_text(annotation: Any) -> str:
     return words.get(annotation) or str(getattr(annotation, "__name__", annotation))
 
 
-def _allowed_text(marks: Sequence[Any]) -> str:
-    """Bounds and texts in words, such as `between 0 and 1`; the bounds hold for every number of a list."""
-    bounds = {n: b for n in ("ge", "gt", "le", "lt") for m in marks if (b := getattr(m, n, None)) is not None}
-    least, above, most, below = (
-        None if (bound := bounds.get(name)) is None else bound if isinstance(bound, int) else f"{bound:g}"
-        for name in ("ge", "gt", "le", "lt")
-    )
-    upper = f"at most {most}" if most is not None else f"below {below}" if below is not None else ""
-    if above is not None:
-        words = f"above {above} and {upper}" if upper else f"greater than {above}"
-    elif least is None:
-        words = upper
-    elif most is not None:
-        words = f"between {least} and {most}"
-    else:
-        words = " and ".join(filter(None, [f"{least} or more" if upper or least == 0 else f"at least {least}", upper]))
-    others = [str(mark) for mark in marks if isinstance(mark, Text | ComponentName | Infinite)]
-    words = words or ("a number" if any(isinstance(mark, Infinite) for mark in marks) else "")
-    return ", ".join(filter(None, [words, *others]))
-
-
 def written(value: Any) -> str:
     """Formats a value as on the command line."""
     if isinstance(value, bool) or value is None:
@@ -245,6 +245,8 @@ def written(value: Any) -> str:
 
 OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "value_error")
 """Pydantic's errors of a value that has the right type."""
+CHOOSERS = ("name", "kind", "dataset", "rule", "heuristic")
+"""The keys of a group that choose what the group is about."""
 
 
 def validated(kind: type[T], values: Any, prefix: str = "") -> T:
@@ -298,7 +300,11 @@ def _refusal(kind: type, error: "ErrorDetails", prefix: str) -> ValueError:
         setting = _setting(kind, path, prefix)
         return ValueError(f"{setting.key} is missing: give {an(setting.kind)}")
     if error["type"] == "dataclass_type":
-        return _group_refusal(_section(kind, path), prefix + ".".join(map(str, path)), given)
+        key, names = prefix + ".".join(map(str, path)), [*_hints(_section(kind, path))]
+        chooser = next((name for name in names if name in CHOOSERS), None)
+        some = ", ".join(f"{key}.{name}" for name in names[:4])
+        advice = f"{key}.{chooser}=NAME" if chooser else f"one of them, such as {some}"
+        return ValueError(f"{key}={shown(given, written)}: {key} is a group of keys; give {advice}")
     item = "".join(f"[{index}]" for index in path if isinstance(index, int))
     return _not_allowed(_setting(kind, path, prefix), given, is_of_type=error["type"] in OUT_OF_BOUNDS, item=item)
 
@@ -318,19 +324,6 @@ def _not_allowed(setting: Setting, given: Any, *, is_of_type: bool, item: str = 
         needed = (needed or "finite") + (", or null" if kind.endswith(" or null") else "")
     close = nearest(text, setting.choices, cutoff=0.75)
     return ValueError(f"{setting.key}{item}={shown(given, lambda _: text)}: must be {needed}{close}")
-
-
-CHOOSERS = ("name", "kind", "dataset", "rule", "heuristic")
-"""The keys of a group that choose what the group is about."""
-
-
-def _group_refusal(section: Any, key: str, given: Any) -> ValueError:
-    """That the key is a group, and which of its keys to give instead."""
-    names = [*_hints(section)]
-    chooser = next((name for name in names if name in CHOOSERS), None)
-    some = ", ".join(f"{key}.{name}" for name in names[:4])
-    advice = f"{key}.{chooser}=NAME" if chooser else f"one of them, such as {some}"
-    return ValueError(f"{key}={shown(given, written)}: {key} is a group of keys; give {advice}")
 
 
 def _section(kind: Any, path: Sequence[int | str]) -> Any:

@@ -28,7 +28,7 @@ from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.store.ablations import write_ablation
 from fedloom.experiments.verify import verified
 from fedloom.platform.federation.config import RayConfig, RunConfig
-from fedloom.platform.results.checkpoint import TensorGroup, load_checkpoint, load_model, save_checkpoint, save_model
+from fedloom.platform.results.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
 from fedloom.platform.results.files import (
     MOST_TEXT_BYTES,
     from_hashed_json,
@@ -45,6 +45,7 @@ from fedloom.platform.results.tables import TABLES, read_part
 from fedloom.platform.results.writer import TableParts
 from fedloom.platform.runs.run import Label, make_serial, resume_run, start_run
 from fedloom.platform.runs.sources import check_code_places
+from fedloom.platform.spaces.slices import TensorGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 EXECUTING = {

@@ -209,7 +209,7 @@ def other_than(config: Mapping[str, Any], scale: Scale, setting: str) -> str:
 
 def _computed_by(scale: Scale, setting: str) -> dict[str, Any]:
     from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.runs.run import what_is_computed  # imports torch
+    from fedloom.platform.runs.resuming import what_is_computed  # imports torch
 
     return what_is_computed(asdict(compose_config(scale.overrides_of(setting))))
 

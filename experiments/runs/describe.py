@@ -1,4 +1,4 @@
-"""`fedloom describe`: size, costs and tiers of a space."""
+"""`fedloom describe`: size, costs and tiers of a space; `fedloom prepare`: a data set and its partition."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.platform.data.dataset import VALIDATION, Dataset
+from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.partition import prepare_partition
+from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.sources import PUBLISHED, differences
 from fedloom.platform.federation.building import sampled_costs, split_into_tiers
-from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.tasks import task_names
 from fedloom.platform.methods.fedoras import PUBLISHED_RATIOS, FedorASConfig, epochs_per_operator
@@ -29,7 +33,10 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     measured, parameters = measure_costs(config.tiers, space), space.cost_table("parameters")
     macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)
-    _check_heads(config, len(tiers))
+    names, heads = task_names(config, len(tiers)), config.space.heads
+    if names and len(names) != len(heads or ()):  # their classes are the data set's to tell
+        given = "null" if heads is None else heads
+        raise ValueError(f"space.heads={given}: give the number of classes of each task ({', '.join(names)})")
     uppers = [t.upper for t in tiers]
     costs = sampled_costs(space.genome, cost, config.tiers.paths)
     description: dict[str, Any] = {
@@ -61,9 +68,34 @@ def _in_full(override: str) -> list[str]:
     return [f"space.name={name}", *([] if classes is None else [f"space.num_classes={classes}"])]
 
 
-def _check_heads(config: RunConfig, tiers: int) -> None:
-    """Raises ValueError for another number of classifiers than of tasks; their classes are the data set's to tell."""
-    names, heads = task_names(config, tiers), config.space.heads
-    if names and len(names) != len(heads or ()):
-        given = "null" if heads is None else heads
-        raise ValueError(f"space.heads={given}: give the number of classes of each task ({', '.join(names)})")
+def prepare(overrides: Sequence[str]) -> dict[str, Any]:
+    """Writes or verifies the memory-mapped arrays and the partition, and returns a description of them.
+
+    `dataset=NAME` is short for `data.dataset=NAME`.
+    """
+    config = compose_config([f"data.{o}" if o.startswith("dataset=") else o for o in overrides])
+    path = prepare_dataset(config.data, verify=True)
+    dataset = Dataset.open(path)
+    partition = prepare_partition(config.data, dataset, config.seed_for("partition"))
+    data = FederatedData.open(path, partition)
+    published: dict[str, str] = {}
+    if config.data.dataset in PUBLISHED:
+        is_part = None not in (config.data.train_samples, config.data.test_samples)
+        otherwise = "not checked: both parts are sub-samples" if is_part else "yes"
+        published = {"as_published": "; ".join(differences(config.data, dataset)) or otherwise}
+    sizes = {split: data.sizes(split) for split in ("train", "validation")}
+    return {
+        "dataset": config.data.dataset,
+        "path": str(path),
+        "hash": dataset.hash,
+        "classes": dataset.num_classes,
+        "train_samples": dataset.num_samples("train"),
+        "test_samples": dataset.num_samples("test"),
+        **({"validation_samples": dataset.num_samples(VALIDATION)} if dataset.has_validation else {}),
+        **published,
+        "partition": str(partition),
+        "partition_hash": data.partition_hash,
+        "clients": data.num_clients,
+        "train_samples_per_client": [int(sizes["train"].min()), int(sizes["train"].max())],
+        "validation_samples_per_client": [int(sizes["validation"].min()), int(sizes["validation"].max())],
+    }

@@ -90,7 +90,14 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
 
 def _through_server(config: RunConfig, view: View, resume: Resume | None, planned: Sequence[str] = ()) -> RunEnd:
     """`planned` are the warnings of planning, which the server plans again."""
-    server = RemoteServer.options(num_cpus=0, max_restarts=0, **_where_results_are(config.results)).remote()
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+    # On the driver's node if the results are a local path, since the user reads them there; a driver that is connected
+    # through ray://... is not on a node of the cluster.
+    remote_driver = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
+    if "://" not in config.results and not remote_driver and get_current_placement_group() is None:
+        node_id = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    server = RemoteServer.options(**options).remote()
     ending = server.run.remote(config, resume)
     shown = _Shown(view, planned)
     try:
@@ -100,28 +107,17 @@ def _through_server(config: RunConfig, view: View, resume: Resume | None, planne
         shown.update(server)
     except KeyboardInterrupt:
         end = _interrupt(server, ending, shown)
-        _write_interrupted(config, end)
+        if end.kind == "interrupted" and end.run_id:
+            # The server could not write it down, but this process can if the results are on this machine.
+            paths = run_paths(local_root(config.results), config.experiment, end.run_id)
+            mark_interrupted(config.results, paths, end.message)
     except RayError as error:
-        end = RunEnd(shown.run_id, "infrastructure", _lost_server(error))
+        # One short line; Ray's own text is many, about its logs, and says no more about the cause.
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        cause = textwrap.shorten(first.partition(". ")[0].rstrip(".:"), LONGEST_CAUSE, placeholder=" ...")
+        message = f"the run's server process is gone ({cause}): Ray was stopped, or the process or its node died"
+        end = RunEnd(shown.run_id, "infrastructure", message)
     return end
-
-
-def _lost_server(error: RayError) -> str:
-    """One short line; Ray's own text is many, about its logs, and says no more about the cause."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    sentence = first.partition(". ")[0].rstrip(".:")
-    sentence = textwrap.shorten(sentence, LONGEST_CAUSE, placeholder=" ...")
-    return f"the run's server process is gone ({sentence}): Ray was stopped, or the process or its node died"
-
-
-def _where_results_are(results: str) -> dict[str, Any]:
-    """The server's placement: on the driver's node if the results are a local path, since the user reads them there."""
-    # A driver that is connected through ray://... is not on a node of the cluster.
-    remote_driver = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
-    if "://" in results or remote_driver or get_current_placement_group() is not None:
-        return {}
-    node_id = ray.get_runtime_context().get_node_id()
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 class _Shown:
@@ -171,13 +167,6 @@ def _interrupt(server: Any, ending: Any, shown: _Shown) -> RunEnd:
     return RunEnd(shown.run_id, "interrupted", message)
 
 
-def _write_interrupted(config: RunConfig, end: RunEnd) -> None:
-    """Records an interruption that the server could not record, if the results are on this machine."""
-    if end.kind != "interrupted" or not end.run_id:
-        return
-    mark_interrupted(config.results, run_paths(local_root(config.results), config.experiment, end.run_id), end.message)
-
-
 def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
     """Sets the status of a run whose process has ended to interrupted, if it still says that the run is active."""
     if not paths.status.exists() or read_status(paths.status).state not in ACTIVE:
@@ -200,15 +189,13 @@ def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
 def _owned_soon(results: str, paths: RunPaths) -> Iterator[Ownership]:
     """Owns a run as soon as its process has ended: a killed one takes a moment to do so."""
     end_s = time.monotonic() + KILLED_S
-    while True:
-        with ExitStack() as held:
+    with ExitStack() as stack:
+        while True:
             try:
-                what = f"run {paths.run_id}"
-                ownership = held.enter_context(owned(paths.artifacts, what, results, paths.root))
+                ownership = stack.enter_context(owned(paths.artifacts, f"run {paths.run_id}", results, paths.root))
+                break
             except OwnedError:
                 if time.monotonic() > end_s:
                     raise
-            else:
-                yield ownership
-                return
-        time.sleep(POLL_S)
+            time.sleep(POLL_S)
+        yield ownership

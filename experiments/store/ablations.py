@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.store.differences import differences, with_differences
 from fedloom.platform.results.files import (
     check_name,
     from_hashed_json,
@@ -111,9 +110,9 @@ def new_ablation_id(root: Path, name: str) -> str:
     """A new id that is unused under `root`: UTC time, the ablation's name, and a random suffix."""
     check_name("ablation", name)
     while True:
-        found = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}-{os.urandom(3).hex()}"
-        if not (root / FOLDER / found).exists():
-            return found
+        ablation_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}-{os.urandom(3).hex()}"
+        if not (root / FOLDER / ablation_id).exists():
+            return ablation_id
 
 
 def write_ablation(root: Path, ablation: Ablation) -> None:
@@ -123,15 +122,12 @@ def write_ablation(root: Path, ablation: Ablation) -> None:
     if (folder / PLAN).exists():
         raise FileExistsError(f"{folder / PLAN} is there: plans are written once")
     base = ablation.trials[0].config if ablation.trials else {}
-    trials = [_stored(trial, base) for trial in ablation.trials]
+    trials = []
+    for trial in ablation.trials:
+        trials.append({**vars(trial), "differences": list(_differences(base, trial.config))})
+        del trials[-1]["config"]
     values = {"version": VERSION, **vars(ablation), "base": base, "trials": trials}
     write_atomically(folder / PLAN, hashed_json(values))
-
-
-def _stored(trial: Trial, base: Mapping[str, Any]) -> dict[str, Any]:
-    values = {**vars(trial), "differences": differences(base, trial.config)}
-    del values["config"]
-    return values
 
 
 def read_ablation(folder: Path) -> Ablation:
@@ -145,28 +141,52 @@ def read_ablation(folder: Path) -> Ablation:
         if version >= FIRST_HASHED and not is_hashed(path):
             raise ValueError(f"{path} has lost its hash: restore it from a copy")
         base = values.pop("base", {})
-        trials = tuple(_read(folder.name, trial, base) for trial in values.pop("trials"))
-        axes = {name: tuple(found) for name, found in values.pop("axes").items()}
+        trials = tuple(_read_trial(folder.name, trial, base) for trial in values.pop("trials"))
+        axes = {name: tuple(axis_values) for name, axis_values in values.pop("axes").items()}
         lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in ("seeds", "figures", "overrides")}
-        _check(folder.name, values)
+        if values["ablation_id"] != folder.name or not isinstance(values["attempts"], int):
+            raise TypeError(f"the plan of {values['ablation_id']}")  # whose files would be looked for elsewhere
         return Ablation(**values, **lists, axes=axes, trials=trials)
     except (OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not the plan of an ablation: restore it from a copy") from error
 
 
-def _read(ablation_id: str, stored: Mapping[str, Any], base: Mapping[str, Any]) -> Trial:
+def _read_trial(ablation_id: str, stored: Mapping[str, Any], base: Mapping[str, Any]) -> Trial:
     values = {"config": base, **stored, "overrides": tuple(stored["overrides"])}
-    values["config"] = with_differences(values["config"], values.pop("differences", ()))
+    for path, value in values.pop("differences", ()):
+        values["config"] = _replaced(values["config"], path, value)
     trial = Trial(**values)
     if trial.run_id != trial_id(ablation_id, trial.index):
         raise TypeError(f"{trial.run_id} is no trial of {ablation_id}")
     return trial
 
 
-def _check(folder: str, values: Mapping[str, Any]) -> None:
-    """Raises TypeError for a plan of another ablation, whose files would be looked for elsewhere."""
-    if values["ablation_id"] != folder or not isinstance(values["attempts"], int):
-        raise TypeError(f"the plan of {values['ablation_id']}")
+def _differences(base: Any, values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The JSON values that differ from `base` with the names that lead to them.
+
+    It goes down to the mappings that do not have the same names.
+    """
+    if isinstance(base, Mapping) and isinstance(values, Mapping) and [*base] == [*values]:
+        for name, value in values.items():
+            yield from _differences(base[name], value, (*path, name))
+    elif not _is_same(base, values):
+        yield path, values
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same text in JSON, which tells 1, 1.0 and true apart."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, str | int | None):
+        return bool(one == other)
+    return json.dumps(one) == json.dumps(other)
+
+
+def _replaced(base: Any, path: Sequence[str], value: Any) -> Any:
+    """The base with a value in the place of another; it shares with the base all else."""
+    if not path:
+        return value
+    return {**base, path[0]: _replaced(base[path[0]], path[1:], value)}
 
 
 def ablation_ids(root: Path, beginning: str = "") -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -72,10 +72,7 @@ def write_ends(root: Path, ablation: Ablation, ends: Mapping[int, End]) -> None:
 
 def trial_states(root: Path, ablation: Ablation) -> list[TrialState]:
     """The current state of every trial, in the plan's order; writes no files."""
-    return list(_states(root, ablation))
-
-
-def _states(root: Path, ablation: Ablation) -> Iterator[TrialState]:
+    states: list[TrialState] = []
     ends = read_ends(root, ablation)
     for trial in ablation.trials:
         paths = RunPaths(root, trial.experiment, trial.run_id)
@@ -85,12 +82,13 @@ def _states(root: Path, ablation: Ablation) -> Iterator[TrialState]:
             if status is not None and status.state == "done" and not is_done(paths):
                 status = replace(status, state="interrupted")
         except ValueError as error:
-            yield TrialState(trial, end.kind if end else "unknown", end.message if end else str(error))
+            states.append(TrialState(trial, end.kind if end else "unknown", end.message if end else str(error)))
             continue
         done = status is not None and status.state == "done" and (end is None or end.kind != UNSENT)
         if status is not None and (done or end is None):
-            yield TrialState(trial, status.state, status.message, status)
+            states.append(TrialState(trial, status.state, status.message, status))
         elif end is not None:
-            yield TrialState(trial, end.kind, end.message, status)
+            states.append(TrialState(trial, end.kind, end.message, status))
         else:
-            yield TrialState(trial, WAITING)
+            states.append(TrialState(trial, WAITING))
+    return states

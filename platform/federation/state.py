@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.results.checkpoint import TensorGroup
-from fedloom.platform.spaces.slices import Weights
+from fedloom.platform.spaces.slices import TensorGroup, Weights
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.aggregators import Sums

@@ -31,6 +31,7 @@ from fedloom.platform.results.files import (
 )
 from fedloom.platform.results.manifest import Digest, Replacing
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
+from fedloom.platform.spaces.slices import TensorGroup
 
 _ORDER = "order"
 
@@ -88,14 +89,6 @@ def _damaged(path: Path, reason: str) -> str:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 CHECKPOINT_VERSION = 2
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGroup:
-    """A group of named tensors in a run's state, and its version: equal versions of a group have equal content."""
-
-    tensors: Mapping[str, Tensor]
-    version: int
 
 
 @dataclass(frozen=True, slots=True)

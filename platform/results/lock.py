@@ -173,10 +173,10 @@ class RemoteLease:
         """
         self._target, self._name, self._what = target, f"{folder}/{FILE}", what
         self._own, self.lost = Lease.own(), ""
-        content = None if fresh else self._read()
-        other = None if content is None else _decoded(content)
-        if content is not None and not take_over and not (other is not None and other.is_over):
-            raise OwnedError(self._refusal(other))
+        if not fresh and not take_over and (content := self._read()) is not None:
+            other = _decoded(content)
+            if other is None or not other.is_over:
+                raise OwnedError(self._refusal(other))
         self._target.write(self._name, self._own.encoded())
         if not fresh:
             time.sleep(SETTLE_S)

@@ -17,6 +17,13 @@ ABLATIONS = "ablations"
 """The folder of results that belong to no single run."""
 SUPERNETS = "supernets"
 NAMES = "names.json"
+"""The file of a run's name and tags."""
+STATE_FILE = "state.json"
+"""The file of a checkpoint's folder that names its others."""
+LONGEST_RUN_ID = 140
+"""An experiment's or an ablation's name has up to 100 characters; time, random suffix and trial's number follow."""
+_EXPERIMENT, _RUN = "experiment=", "run_id="
+_DATED = re.compile(r"\d{8}-\d{6}")
 _LIKE_AN_ID = re.compile(r"\d{8}-(\d{0,6}|\d{6}-.*)")
 """Ids begin with the time, 20261122-113000-, and what begins an id means that run."""
 
@@ -84,14 +91,6 @@ def parse_names(content: bytes) -> Names:
 def named_runs(root: Path) -> dict[str, Names]:
     """The names of all runs under a results folder that have any, by run id."""
     return {path.parent.name: read_names(path.parent) for path in (root / ARTIFACTS).glob(f"*/{NAMES}")}
-
-
-_DATED = re.compile(r"\d{8}-\d{6}")
-LONGEST_RUN_ID = 140
-"""An experiment's or an ablation's name has up to 100 characters; time, random suffix and trial's number follow."""
-STATE_FILE = "state.json"
-"""The file of a checkpoint's folder that names its others."""
-_EXPERIMENT, _RUN = "experiment=", "run_id="
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ def list_runs(root: Path) -> list[RunPaths]:
     runs = {
         RunPaths(Path(root), experiment, name.removeprefix(_RUN))
         for experiment, folder in _experiments(Path(root))
-        for name in _names(folder)
+        for name in _listed(folder)
         if name.startswith(_RUN) and is_name(name.removeprefix(_RUN), LONGEST_RUN_ID)
     }
     return sorted(runs, key=lambda run: run.run_id)
@@ -192,8 +191,8 @@ def runs_called(root: Path, run_id: str) -> list[RunPaths]:
     """The runs with exactly this id, one per experiment that has rows of it; looks at no other run."""
     if not is_name(run_id, LONGEST_RUN_ID):
         return []
-    found = [experiment for experiment, folder in _experiments(Path(root)) if (folder / f"{_RUN}{run_id}").exists()]
-    return [RunPaths(Path(root), experiment, run_id) for experiment in dict.fromkeys(found)]
+    names = [experiment for experiment, folder in _experiments(Path(root)) if (folder / f"{_RUN}{run_id}").exists()]
+    return [RunPaths(Path(root), experiment, run_id) for experiment in dict.fromkeys(names)]
 
 
 def find_run(root: Path, given: str) -> RunPaths:
@@ -222,14 +221,13 @@ def find_runs(root: Path, given: str) -> list[RunPaths]:
     matching = matching or [run for run in runs if run.run_id.startswith(given)]
     if len(matching) > 1:
         raise ValueError(f"run {given!r} could be any of {_latest(matching)}: give more of its id")
-    return matching or _named(root, runs, given)
-
-
-def _named(root: Path, runs: list[RunPaths], given: str) -> list[RunPaths]:
+    if matching:
+        return matching
     names = named_runs(root)
-    if called := [run for run in runs if names.get(run.run_id, NO_NAMES).name == given]:
-        if len(called) > 1:
-            raise ValueError(f"{given!r} is the name of {_latest(called)}: give the id of one of them")
+    called = [run for run in runs if names.get(run.run_id, NO_NAMES).name == given]
+    if len(called) > 1:
+        raise ValueError(f"{given!r} is the name of {_latest(called)}: give the id of one of them")
+    if called:
         return called
     tagged = [run for run in runs if given in names.get(run.run_id, NO_NAMES).tags]
     if not tagged:
@@ -239,13 +237,13 @@ def _named(root: Path, runs: list[RunPaths], given: str) -> list[RunPaths]:
 
 def _experiments(root: Path) -> Iterator[tuple[str, Path]]:
     """The folders of experiments in all tables, each with the experiment's name."""
-    for table in _names(root):
-        for name in _names(root / table) if table != ARTIFACTS else ():
+    for table in _listed(root):
+        for name in _listed(root / table) if table != ARTIFACTS else ():
             if name.startswith(_EXPERIMENT) and is_name(name.removeprefix(_EXPERIMENT)):
                 yield name.removeprefix(_EXPERIMENT), root / table / name
 
 
-def _names(folder: Path) -> list[str]:
+def _listed(folder: Path) -> list[str]:
     """The names in a folder, sorted; none if it is no folder."""
     try:
         return sorted(os.listdir(folder))
@@ -254,7 +252,5 @@ def _names(folder: Path) -> list[str]:
 
 
 def _latest(runs: list[RunPaths], most: int = 10) -> str:
-    names = [run.run_id for run in runs]
-    if not names:
-        return "none"
-    return ", ".join(names[-most:]) + (f" and {len(names) - most} earlier" if len(names) > most else "")
+    latest = ", ".join(run.run_id for run in runs[-most:]) or "none"
+    return latest + (f" and {len(runs) - most} earlier" if len(runs) > most else "")

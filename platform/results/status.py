@@ -63,11 +63,13 @@ class StatusFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
+        try:
+            last = read_status(path)
+        except ValueError:  # a new run, or a damaged file, which is replaced
+            last = Status("running", 0, "", "", 0, 0, 0.0, "")
         pid, started = this_process()
-        last = _last(path)
-        place = last.stage, last.round, last.rounds_total
-        counts = last.taken + 1, last.written
-        self._status = Status("running", pid, platform.node(), *place, 0.0, "", started, this_place(), *counts)
+        own = {"pid": pid, "host": platform.node(), "started": started, "place": this_place()}
+        self._status = replace(last, state="running", message="", taken=last.taken + 1, **own)  # type: ignore[arg-type]
         self._next_beat_s = 0.0
 
     def write(
@@ -80,8 +82,8 @@ class StatusFile:
         message: str | None = None,
     ) -> None:
         """Writes the status at once; arguments that are None keep their previous value."""
-        given = {"stage": stage, "round": round, "rounds_total": rounds_total, "message": message}
-        changes = {name: value for name, value in given.items() if value is not None}
+        values = {"stage": stage, "round": round, "rounds_total": rounds_total, "message": message}
+        changes = {name: value for name, value in values.items() if value is not None}
         with self._lock:
             self._status = replace(self._status, state=state, **changes)  # type: ignore[arg-type]
             if state == "done":
@@ -123,14 +125,6 @@ class Heartbeat:
         self._thread.join()
 
 
-def _last(path: Path) -> Status:
-    """The status as last written; an empty one of a new run, or for a damaged file, which is replaced."""
-    try:
-        return read_status(path)
-    except ValueError:
-        return Status("running", 0, "", "", 0, 0, 0.0, "")
-
-
 def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
     """The current status of a run; read-only.
 
@@ -146,7 +140,14 @@ def read_status(path: Path, stalled_after_s: float = 60.0) -> Status:
         raise ValueError(f"{path} has the unknown state {status.state!r}: it was written by another version")
     if status.state != "running":
         return status
-    return replace(status, state=_running_state(status, stalled_after_s))
+    if not status.place:  # an earlier version wrote it
+        is_dead = status.host == platform.node() and process_of(status.pid) is None
+    else:
+        is_dead = status.place == this_place() and not is_process(status.pid, status.started)
+    if is_dead:
+        return replace(status, state="dead")
+    is_stalled = abs(time.time() - status.heartbeat) > stalled_after_s
+    return replace(status, state="stalled") if is_stalled else status
 
 
 def says_done(path: Path) -> bool:
@@ -155,15 +156,3 @@ def says_done(path: Path) -> bool:
         return read_status(path).state == "done"
     except ValueError:
         return False
-
-
-def _running_state(status: Status, stalled_after_s: float) -> State:
-    if _is_dead(status):
-        return "dead"
-    return "stalled" if abs(time.time() - status.heartbeat) > stalled_after_s else "running"
-
-
-def _is_dead(status: Status) -> bool:
-    if not status.place:  # an earlier version wrote it
-        return status.host == platform.node() and process_of(status.pid) is None
-    return status.place == this_place() and not is_process(status.pid, status.started)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
 import pyarrow as pa
@@ -66,8 +66,12 @@ def without_secrets(text: str) -> str:
 
 def _checked(url: str) -> str:
     """The URL in canonical form; ValueError for a secret in it, which would be stored in configurations and tables."""
-    parts = _split(url)
-    if parts.password is not None or any(_is_secret(key) for key, _ in parse_qsl(parts.query)):
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"results={without_secrets(url)} is not a URL ({error}): {_ALLOWED}") from error
+    has_secret = any(word in key.lower() for key, _ in parse_qsl(parts.query) for word in _SECRETS)
+    if parts.password is not None or has_secret:
         raise ValueError(
             f"results={without_secrets(url)} was given with a secret in the URL, which tables would hold: leave it out "
             "and set it in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
@@ -75,17 +79,6 @@ def _checked(url: str) -> str:
     whole = parts._replace(path=parts.path.rstrip("/")).geturl()
     # urllib drops the slashes of an empty host for unknown schemes, and fsspec would take the result for a local path.
     return whole if "://" in whole else whole.replace(":", "://", 1)
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        return urlsplit(url)
-    except ValueError as error:
-        raise ValueError(f"results={without_secrets(url)} is not a URL ({error}): {_ALLOWED}") from error
-
-
-def _is_secret(key: str) -> bool:
-    return any(word in key.lower() for word in _SECRETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +105,27 @@ class Target:
 
         Raises ValueError for a name that a file here could not have, such as one that leads out of the results.
         """
-        found: dict[str, RemoteFile] = {}
-        with _told():
+        files: dict[str, RemoteFile] = {}
+        with _one_line():
             for folder in under:
                 selector = pafs.FileSelector(self._path(folder), recursive=True, allow_not_found=True)
                 for info in self.filesystem.get_file_info(selector):
                     if info.type == pafs.FileType.File and not info.base_name.startswith("."):
-                        name = self._name(info.path)
+                        name = info.path.removeprefix(self.base).lstrip("/")
                         within(Path(self.url), name)
-                        found[name] = RemoteFile(info.size, info.mtime_ns or 0)
-        return found
+                        files[name] = RemoteFile(info.size, info.mtime_ns or 0)
+        return files
 
     def folders(self, under: str) -> Sequence[str]:
         """The names of the folders directly in a folder, sorted; none if it is missing."""
-        with _told():
+        with _one_line():
             infos = self.filesystem.get_file_info(pafs.FileSelector(self._path(under), allow_not_found=True))
         return sorted(info.base_name for info in infos if info.type == pafs.FileType.Directory)
 
     def upload(self, name: str, file: BinaryIO, size_bytes: int) -> None:
         """Replaces `name` atomically by the first `size_bytes` bytes of an open file."""
         path = self._path(name)
-        with _told():
+        with _one_line():
             if self.filesystem.type_name in _OBJECT_STORES:
                 self._write(path, file, size_bytes)
                 return
@@ -156,13 +149,17 @@ class Target:
 
     def download(self, name: str, path: Path) -> int:
         """Downloads a file to a local path, not atomically; returns its size in bytes."""
-        with _told(), self.filesystem.open_input_stream(self._path(name)) as stream, open(path, "wb") as file:
+        with (
+            _one_line(),
+            self.filesystem.open_input_stream(self._path(name)) as stream,
+            open(path, "wb") as file,
+        ):
             shutil.copyfileobj(stream, file, _CHUNK_BYTES)
             return file.tell()
 
     def read(self, name: str) -> bytes:
         """The whole content of a small file."""
-        with _told(), self.filesystem.open_input_stream(self._path(name)) as stream:
+        with _one_line(), self.filesystem.open_input_stream(self._path(name)) as stream:
             return bytes(stream.read())
 
     def write(self, name: str, content: bytes) -> None:
@@ -171,7 +168,7 @@ class Target:
 
     def delete(self, name: str) -> None:
         """Deletes a file if it exists."""
-        with _told():
+        with _one_line():
             try:
                 self.filesystem.delete_file(self._path(name))
             except FileNotFoundError:
@@ -179,7 +176,7 @@ class Target:
 
     def check_reachable(self, *, writable: bool) -> None:
         """Raises OSError if the bucket does not exist or, with `writable`, cannot be written; leaves no files."""
-        with _told():
+        with _one_line():
             if self.filesystem.type_name in _OBJECT_STORES:
                 bucket = self.base.partition("/")[0]
                 if self.filesystem.get_file_info(bucket).type == pafs.FileType.NotFound:
@@ -192,12 +189,9 @@ class Target:
     def _path(self, name: str) -> str:
         return f"{self.base}/{name}" if name else self.base
 
-    def _name(self, path: str) -> str:
-        return path.removeprefix(self.base).lstrip("/")
-
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _one_line() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
@@ -210,23 +204,20 @@ def open_target(results: str) -> Target:
     """The folder at a URL; one-line ValueError with advice if it cannot be used."""
     url = _checked(results)
     scheme, shown = urlsplit(url).scheme.lower(), without_secrets(url)
+    patient = url
+    if scheme in ("gs", "gcs") and "retry_limit_seconds=" not in url:
+        # By default Google's client retries for 15 minutes before it reports an error.
+        patient = f"{url}{'&' if '?' in url else '?'}retry_limit_seconds={_GCS_PATIENCE_S}"
     try:
-        filesystem, base = pafs.FileSystem.from_uri(_patient(url, scheme))
+        filesystem, base = pafs.FileSystem.from_uri(patient)
     except pa.lib.ArrowInvalid as error:
-        said = _line(error).replace(_patient(url, scheme), shown).replace(url, shown)
+        said = _line(error).replace(patient, shown).replace(url, shown)
         raise ValueError(f"results={shown} cannot be used ({said}): {_ALLOWED}") from error
     except (OSError, ImportError, pa.lib.ArrowException) as error:
         raise unusable(results, error) from error
     if not base.strip("/"):
         raise ValueError(f"results={shown} names no bucket or folder: give {scheme}://bucket/path")
     return Target(filesystem, base.rstrip("/"), shown)
-
-
-def _patient(url: str, scheme: str) -> str:
-    # By default Google's client retries for 15 minutes before it reports an error.
-    if scheme not in ("gs", "gcs") or "retry_limit_seconds=" in url:
-        return url
-    return f"{url}{'&' if '?' in url else '?'}retry_limit_seconds={_GCS_PATIENCE_S}"
 
 
 def unusable(results: str, error: Exception) -> ValueError:
@@ -253,20 +244,20 @@ def output_folder(results: Path, out: Path | None, default: str) -> Path:
     their files, would find what is written.
     """
     if out is None:
-        own = [Path(results, *Path(default).parts[: i + 1]) for i in range(len(Path(default).parts))]
-        if linked := next((folder for folder in own if folder.is_symlink()), None):
-            raise ValueError(f"{irregular(linked)}, or give --out")
+        for folder in reversed([Path(default), *Path(default).parents]):
+            if folder != Path() and (results / folder).is_symlink():
+                raise ValueError(f"{irregular(results / folder)}, or give --out")
         check_writable(Path(results) / default)
         return Path(results) / default
-    place = Path(out).resolve()
+    resolved = Path(out).resolve()
     for name in STORED:
         stored = Path(results, name).resolve()
-        if place.is_relative_to(stored):
+        if resolved.is_relative_to(stored):
             raise ValueError(
                 f"--out {out} lies in {Path(results, name)}, which holds what runs have stored: choose a folder "
                 f"elsewhere, such as {Path(results) / default}"
             )
-    if place.exists() and not place.is_dir():
+    if resolved.exists() and not resolved.is_dir():
         raise ValueError(f"--out {out} is not a folder: choose a folder, such as {Path(results) / default}")
-    check_writable(place, "--out")
+    check_writable(resolved, "--out")
     return Path(out)

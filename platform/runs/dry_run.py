@@ -19,8 +19,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage, TrainingStage
 from fedloom.platform.federation.forecast import macs_left
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.checkpoint import TensorGroup
-from fedloom.platform.spaces.slices import Weights
+from fedloom.platform.spaces.slices import TensorGroup, Weights
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,11 @@ from fedloom.platform.runs.sources import (
     texts_of,
 )
 
+logger = logging.getLogger(__name__)
+
+COSTS = "costs.json"
+PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
+"""The packages whose versions a run's row holds."""
 INPUTS = "inputs"
 """The folder of the copies in a run's artefacts."""
 MOST_KEPT_BYTES = 1 << 28
@@ -56,20 +61,16 @@ Row = Mapping[str, Any]
 
 def input_files(config: Mapping[str, Any]) -> dict[str, Path]:
     """The files that a configuration (as plain values) names, by their paths as they are written there."""
-    parts = [*(value for name, value in config.items() if name not in _NO_INPUTS), _of_augmentation(config["data"])]
-    # A text without a point or a slash is a word, whatever the working directory holds.
-    found = sorted({text for text in texts_of(parts) if "." in text or "/" in text})
-    files = {text: os.path.expanduser(text) for text in found}
-    return {text: Path(file) for text, file in files.items() if os.path.isfile(file)}
-
-
-def _of_augmentation(data: Mapping[str, Any]) -> list[Any]:
-    """The options that the augmentation takes; the others are the data set's."""
-    try:
-        names = AUGMENTATIONS.options_of(data["augment"])
-        return [value for name, value in data["options"].items() if name in names]
+    parts = [value for name, value in config.items() if name not in _NO_INPUTS]
+    try:  # of the options of `data` only the augmentation's: the others are the data set's
+        names = AUGMENTATIONS.options_of(config["data"]["augment"])
+        parts += [value for name, value in config["data"]["options"].items() if name in names]
     except (ValueError, KeyError, AttributeError):  # there is no such code here, or in the version that stored it
-        return []
+        pass
+    # A text without a point or a slash is a word, whatever the working directory holds.
+    texts = sorted({text for text in texts_of(parts) if "." in text or "/" in text})
+    files = {text: os.path.expanduser(text) for text in texts}
+    return {text: Path(file) for text, file in files.items() if os.path.isfile(file)}
 
 
 def input_hashes(config: Mapping[str, Any]) -> dict[str, str]:
@@ -84,16 +85,6 @@ def input_columns(config: Mapping[str, Any], data: FederatedData) -> dict[str, s
         "partition_hash": data.partition_hash,
         "inputs": json.dumps(input_hashes(config), sort_keys=True),
     }
-
-
-def keep_inputs(artifacts: Path, config: Mapping[str, Any]) -> None:
-    """Copies the files of `input_files` into a run's folder."""
-    for file in input_files(config).values():
-        if file.stat().st_size <= MOST_KEPT_BYTES:
-            content = file.read_bytes()
-            copy = _copy_of(artifacts, file.name, content_hash(content))
-            copy.parent.mkdir(exist_ok=True)
-            write_atomically(copy, content)
 
 
 def _copy_of(artifacts: Path, name: str, sha256: str) -> Path:
@@ -172,12 +163,6 @@ def other_data(paths: RunPaths, dataset: str) -> str:
     )
 
 
-logger = logging.getLogger(__name__)
-
-COSTS = "costs.json"
-PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
-
-
 def sources_of(config: RunConfig) -> PluginSources:
     """The sources of the plug-ins that a configuration names."""
     try:
@@ -213,7 +198,12 @@ def write_new_run(paths: RunPaths, config: RunConfig, world: World, sources: Plu
     write_names(paths.artifacts, config.names)
     store_costs(paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
     sources.copy_to(paths.artifacts / PLUGINS)
-    keep_inputs(paths.artifacts, asdict(config))
+    for file in input_files(asdict(config)).values():
+        if file.stat().st_size <= MOST_KEPT_BYTES:
+            content = file.read_bytes()
+            copy = _copy_of(paths.artifacts, file.name, content_hash(content))
+            copy.parent.mkdir(exist_ok=True)
+            write_atomically(copy, content)
 
 
 def latest_copies(paths: RunPaths) -> Path:

@@ -204,8 +204,10 @@ def _below(module: str, root: Path) -> Path | None:
     """The first file below the folder that an import of the module would execute; None if there is none."""
     if module.partition(".")[0] == "fedloom":  # it is running, and no other one could be imported
         return None
-    installed = Path(sys.prefix)
-    return next((f for f in _files_of(module) if _is_below(f, root) and not _is_below(f, installed)), None)
+    for file in _files_of(module):
+        if _is_below(file, root) and not _is_below(file, Path(sys.prefix)):
+            return file
+    return None
 
 
 def _files_of(module: str) -> Iterator[Path]:
@@ -262,12 +264,12 @@ def source_hash(plugins: PluginSources | None = None) -> str:
     change the code that this process runs.
     """
     if plugins is None or not plugins.files:
-        return _own()
-    return sha256(f"{_own()} {plugins.hash}".encode()).hexdigest()[:DIGITS]
+        return _own_hash()
+    return sha256(f"{_own_hash()} {plugins.hash}".encode()).hexdigest()[:DIGITS]
 
 
 @cache
-def _own() -> str:
+def _own_hash() -> str:
     here = Path(__file__).resolve().parent.parent
     digest = sha256()
     for folder in (here, here.parent / "tiers"):

@@ -23,6 +23,14 @@ Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Named tensors in a run's state, and their version: equal versions of a group have equal content."""
+
+    tensors: Weights
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """The location of one subnet tensor in the supernet.
 

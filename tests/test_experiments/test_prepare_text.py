@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiments.prepare import prepare
+from fedloom.experiments.runs.describe import prepare
 
 
 def test_the_command_prepares_text(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fedloom.platform.results import checkpoint as checkpoint_module
-from fedloom.platform.results.checkpoint import TensorGroup, check_same_config, load_checkpoint, save_checkpoint
+from fedloom.platform.results.checkpoint import check_same_config, load_checkpoint, save_checkpoint
 from fedloom.platform.results.files import hashed_json
+from fedloom.platform.spaces.slices import TensorGroup
 
 WEIGHTS = {
     "z": torch.arange(6.0).reshape(2, 3),

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedloom.experiments.prepare import prepare
+from fedloom.experiments.runs.describe import prepare
 from fedloom.platform.data import sources
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset

@@ -16,7 +16,7 @@ import torch
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.checkpoint import TensorGroup, load_checkpoint, save_checkpoint
+from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
 from fedloom.platform.results.copies import Mirror, fetch
 from fedloom.platform.results.manifest import FILE as MANIFEST, manifest_path, problems
 from fedloom.platform.results.paths import find_run, run_paths
@@ -24,6 +24,7 @@ from fedloom.platform.results.store import local_root, open_target
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Watcher, resume_run, start_run
+from fedloom.platform.spaces.slices import TensorGroup
 
 Elastic = Callable[..., RunConfig]
 Machine = Callable[[str], None]
