@@ -45,11 +45,9 @@ class ListedRun:
         return {**known, **asdict(self.status)}
 
 
-def place_of(status: Status) -> str:
+def round_of(status: Status) -> str:
     """The round that a run has reached in its stage, counted from 1 as people do; empty before the first stage."""
-    if not status.stage:
-        return ""
-    return f"{status.round_shown}/{status.rounds_total}"
+    return f"{status.round_shown}/{status.rounds_total}" if status.stage else ""
 
 
 def run_lines(runs: Sequence[ListedRun], width: int | None, *, whole: bool) -> list[str]:
@@ -57,24 +55,21 @@ def run_lines(runs: Sequence[ListedRun], width: int | None, *, whole: bool) -> l
 
     Without a width (a pipe, a file) nothing is cut, and every run is one line; neither is a message if it is `whole`.
     """
-    rows = [("run", "name", "tags", "state", "stage", "round"), *map(_cells, runs)]
-    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in kept]
+    rows = [("run", "name", "tags", "state", "stage", "round")]
+    for run in runs:
+        names, status = (run.names.name or "", " ".join(run.names.tags)), run.status
+        state = (status.state, status.stage, round_of(status)) if isinstance(status, Status) else ("unknown", "", "")
+        rows.append((run.run_id, *names, *state))
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
     heads, *starts = (
         "  ".join(cell.ljust(length) for cell, length in zip(row, widths, strict=True))
-        for row in zip(*kept, strict=True)
+        for row in zip(*columns, strict=True)
     )
     lines = [f"{heads}  message" if any(run.message for run in runs) else heads]
     for run, start in zip(runs, starts, strict=True):
         lines += _with_message(start, run.message, width, whole=whole)
     return [line.rstrip() for line in lines]
-
-
-def _cells(run: ListedRun) -> tuple[str, ...]:
-    status, called = run.status, (run.names.name or "", " ".join(run.names.tags))
-    if isinstance(status, ValueError):
-        return run.run_id, *called, "unknown", "", ""
-    return run.run_id, *called, status.state, status.stage, place_of(status)
 
 
 def _with_message(start: str, message: str, width: int | None, *, whole: bool) -> list[str]:
@@ -112,61 +107,53 @@ def show_status(results: Path, given: Sequence[str], *, as_json: bool, everythin
         _show_newest(results, slice(None if everything else -MOST, None), as_json)  # ids begin with the time
 
 
-def _show_named(results: Path, given: Sequence[str], as_json: bool) -> None:
-    meant = {word: meant_ablation(results, word) for word in given}
-    ablations = [ablation for ablation in meant.values() if ablation is not None]
-    runs = [paths for word, ablation in meant.items() if ablation is None for paths in find_runs(results, word)]
-    alone = len(given) == 1 and len(runs) == 1
-    found = [_listed(each, read_status(each.status)) if alone else _known(each) for each in dict.fromkeys(runs)]
+def _show_named(results: Path, words: Sequence[str], as_json: bool) -> None:
+    by_word = {word: meant_ablation(results, word) for word in words}
+    ablations = [ablation for ablation in by_word.values() if ablation is not None]
+    paths = [paths for word, ablation in by_word.items() if ablation is None for paths in find_runs(results, word)]
+    if len(words) == 1 and len(paths) == 1:
+        read_status(paths[0].status)  # of the only one, a status that cannot be read is an error
+    runs = [_listed(each) for each in dict.fromkeys(paths)]
     if as_json:
         values = [_ablation_as_dict(results, ablation) for ablation in ablations]
-        write_json({"runs": [run.as_dict() for run in found], "ablations": values})
+        write_json({"runs": [run.as_dict() for run in runs], "ablations": values})
         return
     screen = console()
     for ablation in ablations:
         screen.print(_ablation_table(results, ablation))
-    _print_runs(screen, found, whole=True)
+    _print_runs(screen, runs, whole=True)
 
 
 def _show_newest(results: Path, newest: slice, as_json: bool) -> None:
     ablations = ablation_ids(results)
-    runs = _runs_outside(results, set(ablations))
+    known = set(ablations)
+    # The id of a trial is that of its ablation with its number.
+    outside = [paths for paths in list_runs(results) if paths.run_id.rpartition("-")[0] not in known]
     states = {name: _driver_status(results, name) for name in ablations[newest]}
-    found = [_known(paths) for paths in runs[newest]]
-    earlier = {"runs": len(runs) - len(found), "ablations": len(ablations) - len(states)}
+    runs = [_listed(paths) for paths in outside[newest]]
+    earlier = {"runs": len(outside) - len(runs), "ablations": len(ablations) - len(states)}
     if as_json:
         values = [_progress_as_dict(*each) for each in states.items()]
-        write_json({"runs": [run.as_dict() for run in found], "ablations": values, "earlier": earlier})
+        write_json({"runs": [run.as_dict() for run in runs], "ablations": values, "earlier": earlier})
         return
     screen = console()
     for name, status in states.items():
         screen.print(_progress_line(name, status))
-    _print_runs(screen, found, whole=False)
-    if not found and not states:
+    _print_runs(screen, runs, whole=False)
+    if not runs and not states:
         screen.print(f"no runs under {results}")
     if any(earlier.values()):
-        said = " and ".join(f"{number} earlier {kind}" for kind, number in earlier.items() if number)
-        screen.print(f"and {said}: fedloom status --all shows them")
+        numbers = " and ".join(f"{number} earlier {kind}" for kind, number in earlier.items() if number)
+        screen.print(f"and {numbers}: fedloom status --all shows them")
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
-def _runs_outside(results: Path, ablations: set[str]) -> list[RunPaths]:
-    """The runs that are no trials: the id of a trial is that of its ablation with its number."""
-    return [paths for paths in list_runs(results) if paths.run_id.rpartition("-")[0] not in ablations]
-
-
-def _listed(paths: RunPaths, status: Status | ValueError) -> ListedRun:
-    return ListedRun(paths.run_id, read_names(paths.artifacts), status)
-
-
-def _known(paths: RunPaths) -> ListedRun:
+def _listed(paths: RunPaths) -> ListedRun:
     """The run; if its status cannot be read, it is listed all the same, as unknown."""
     try:
-        return _listed(paths, read_status(paths.status))
+        status: Status | ValueError = read_status(paths.status)
     except ValueError as error:
-        return _listed(paths, error)
+        status = error
+    return ListedRun(paths.run_id, read_names(paths.artifacts), status)
 
 
 def _print_runs(screen: Console, runs: Sequence[ListedRun], *, whole: bool) -> None:
@@ -218,7 +205,7 @@ def _ablation_table(results: Path, ablation: Ablation) -> Group:
     states = trial_states(results, ablation)
     table = Table("trial", "setting", "state", "stage", "round", "message", box=None)
     for s in states:
-        stage, at = (s.status.stage, place_of(s.status)) if s.status else ("", "")
+        stage, at = (s.status.stage, round_of(s.status)) if s.status else ("", "")
         table.add_row(f"{s.trial.index:04}", s.trial.label(), s.state, stage, at, shortened(s.message, LONGEST_MESSAGE))
     state = _state_of(_driver_status(results, ablation.ablation_id))
     line = f"ablation {ablation.ablation_id} {state}: {counted(states)}"

@@ -21,7 +21,7 @@ from fedloom.experiments.ablation.config import PREFIX, load_ablation_config
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
 from fedloom.experiments.terminal import INFRASTRUCTURE, INTERRUPTED, OK
-from fedloom.platform.federation.config import GENERATED, RunConfig
+from fedloom.platform.federation.config import GENERATED
 from fedloom.platform.results.store import local_root
 from fedloom.platform.words import shown
 
@@ -107,18 +107,32 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
     Raises ValueError with one line for overrides that the job would reject, and for results in the job's own folder,
     which is deleted after the job.
     """
-    given = next((o.removeprefix(ABLATION) for o in overrides if o.startswith(ABLATION)), None)
-    if given is None:
+    command, sent = "run", list(overrides)
+    ablation_name = next((o.removeprefix(ABLATION) for o in overrides if o.startswith(ABLATION)), None)
+    if ablation_name is None:
         config = compose_config(overrides)
-        command, sent = "run", list(overrides)
     else:
-        config = _check_ablation(given, overrides)
-        command, sent, include = "ablate", *_ship_definition(given, overrides, include)
-    _check_results(config.results)
+        command = "ablate"
+        _, ablation = load_ablation_config(ablation_name, [o for o in overrides if o.startswith(PREFIX)])
+        rest = [o for o in overrides if not o.startswith((PREFIX, ABLATION))]
+        config = compose_config([*rest, *ablation.overrides])
+        if ablation_name.endswith((".yaml", ".yml")):  # its definition is shipped, and lies in the job's folder then
+            file = Path(ablation_name)
+            include = [*include, file]
+            sent = [f"{ABLATION}{target_of(file)}" if o == f"{ABLATION}{ablation_name}" else o for o in overrides]
+    local_root(config.results)  # refuses a URL that holds a secret, which would be on the job's command line
+    if "://" not in config.results and not Path(config.results).is_absolute():
+        raise ValueError(
+            f"results={config.results} would lie in the job's temporary folder and be lost with it: give an absolute "
+            "path on a disk that all of the cluster's machines share, or a URL, such as results=/shared/results or "
+            "results=s3://bucket/results"
+        )
     if config.ray.address != "auto":
         raise ValueError(f"ray.address={config.ray.address}: a job runs on the cluster that has it; leave this out")
     shipment = plan_shipment(include)
-    _check_device_table(config, shipment)
+    table, shipped_names = config.tiers.device_table, {str(file.target) for file in shipment.files}
+    if table not in (None, GENERATED, *shipped_names) and not Path(table).is_absolute():
+        raise ValueError(f"tiers.device_table={table} is not shipped: add --include {table}")
     return PreparedJob(entry_point(command, sent), shipment)
 
 
@@ -127,52 +141,14 @@ def entry_point(command: str, overrides: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "fedloom.experiments.cli", command, *overrides])
 
 
-def _check_ablation(given: str, overrides: Sequence[str]) -> RunConfig:
-    own = [override for override in overrides if override.startswith(PREFIX)]
-    _, ablation = load_ablation_config(given, own)
-    rest = [o for o in overrides if not o.startswith((PREFIX, ABLATION))]
-    return compose_config([*rest, *ablation.overrides])
-
-
-def _ship_definition(given: str, overrides: Sequence[str], include: Sequence[Path]) -> tuple[list[str], Sequence[Path]]:
-    """Adds an ablation's YAML file to the shipped files and changes the override to its path in the job's folder."""
-    if not given.endswith((".yaml", ".yml")):
-        return list(overrides), include
-    file = Path(given)
-    return [f"{ABLATION}{target_of(file)}" if o == f"{ABLATION}{given}" else o for o in overrides], [*include, file]
-
-
-def _check_results(results: str) -> None:
-    local_root(results)  # refuses a URL that holds a secret, which would be on the job's command line
-    if "://" in results or Path(results).is_absolute():
-        return
-    raise ValueError(
-        f"results={results} would lie in the job's temporary folder and be lost with it: give an absolute path on a "
-        "disk that all of the cluster's machines share, or a URL, such as results=/shared/results or "
-        "results=s3://bucket/results"
-    )
-
-
-def _check_device_table(config: RunConfig, shipment: Shipment) -> None:
-    table = config.tiers.device_table
-    if (
-        table is None
-        or table == GENERATED
-        or Path(table).is_absolute()
-        or table in {str(file.target) for file in shipment.files}
-    ):
-        return
-    raise ValueError(f"tiers.device_table={table} is not shipped: add --include {table}")
-
-
-def parse_environment(given: Sequence[str]) -> dict[str, str]:
+def parse_environment(texts: Sequence[str]) -> dict[str, str]:
     """Parses texts `NAME=VALUE`, and `NAME` of a variable of this process, which no list of processes shows.
 
     Raises ValueError for other texts, for a `NAME` that is not set here, and for the cluster's token, because other
     users can read a job's variables.
     """
     environment = {}
-    for text in given:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not name.isidentifier():
             raise ValueError(f"--env {shown(name)}: give NAME=VALUE, such as FEDLOOM_DATA=/shared/data, or NAME")

@@ -36,26 +36,19 @@ class Verified:
 
 def verified(paths: RunPaths) -> Verified:
     """Checks a run's files, its models, rows and prepared data against what was recorded of them; changes nothing."""
-    found: list[str] = []
+    lines: list[str] = []
     unchecked: list[str] = []
-    for check in (_manifest, _checkpoint, _end, _models, _names, partial(_inputs, unchecked=unchecked)):
+    for check in (problems, _checkpoint, _end, _models, _names, partial(_inputs, unchecked=unchecked)):
         try:
-            found += check(paths)
+            lines += check(paths)
         except ValueError as error:
-            found.append(str(error))
-    return Verified(paths.run_id, tuple(dict.fromkeys(found)), (*_remarks(paths), *unchecked))
-
-
-def _remarks(paths: RunPaths) -> tuple[str, ...]:
-    if manifest_path(paths).exists() or has_hashed_checkpoint(paths):
-        return ()
-    if as_stored(paths.checkpoint / STATE_FILE).exists():
-        return ("no manifest: an earlier version of fedloom wrote this run",)
-    return ("no manifest: an earlier version of fedloom wrote this run, or it ended before its first checkpoint",)
-
-
-def _manifest(paths: RunPaths) -> list[str]:
-    return problems(paths)
+            lines.append(str(error))
+    remarks = [*unchecked]
+    if not manifest_path(paths).exists() and not has_hashed_checkpoint(paths):
+        has_checkpoint = as_stored(paths.checkpoint / STATE_FILE).exists()
+        or_ended = "" if has_checkpoint else ", or it ended before its first checkpoint"
+        remarks.insert(0, f"no manifest: an earlier version of fedloom wrote this run{or_ended}")
+    return Verified(paths.run_id, tuple(dict.fromkeys(lines)), tuple(remarks))
 
 
 def _checkpoint(paths: RunPaths) -> list[str]:
@@ -64,22 +57,17 @@ def _checkpoint(paths: RunPaths) -> list[str]:
         return []
     position = run_checkpoint(paths).data["position"]
     journalled = journalled_rows(paths.artifacts, position)
-    return [
-        line
-        for table in ROW_TABLES
-        if (line := _short(paths, table, position.get(table, 0), set(journalled.get(table, {}))))
-    ]
-
-
-def _short(paths: RunPaths, table: str, counted: int, journalled: set[int]) -> str:
-    stored = sum(count_rows(path) for path in stored_parts(paths.table(table)))
-    lacking = set(range(stored, counted)) - journalled
-    if not lacking:
-        return ""
-    return (
-        f"table {table} of {paths.run_id} is short: the checkpoint counts {counted} rows, {stored} are in "
-        f"{paths.table(table)} and {counted - stored - len(lacking)} in the journal"
-    )
+    lines = []
+    for table in ROW_TABLES:
+        stored = sum(count_rows(path) for path in stored_parts(paths.table(table)))
+        counted = position.get(table, 0)
+        lacking = set(range(stored, counted)) - journalled.get(table, {}).keys()
+        if lacking:
+            lines.append(
+                f"table {table} of {paths.run_id} is short: the checkpoint counts {counted} rows, {stored} are in "
+                f"{paths.table(table)} and {counted - stored - len(lacking)} in the journal"
+            )
+    return lines
 
 
 def _end(paths: RunPaths) -> list[str]:
@@ -89,25 +77,25 @@ def _end(paths: RunPaths) -> list[str]:
 
 
 def _models(paths: RunPaths) -> list[str]:
-    found = []
+    lines = []
     for name in list_models(paths):
         try:
             load_model(paths, name)
         except ValueError as error:
-            found.append(str(error))
-    return found
+            lines.append(str(error))
+    return lines
 
 
 def _names(paths: RunPaths) -> list[str]:
     rows = read_runs([paths], "runs", ["name", "tags"]).to_dict("records")
     name, tags = (rows[0][c] if rows and isinstance(rows[0][c], str) else None for c in ("name", "tags"))
     listed = from_json(tags or "[]", f"the list of tags of run {paths.run_id}")
-    stored, found = Names(name, tuple(listed)), read_names(paths.artifacts)
-    if stored == found:
+    in_row, in_file = Names(name, tuple(listed)), read_names(paths.artifacts)
+    if in_row == in_file:
         return []
     return [
-        f"{paths.artifacts / NAMES} says {_said(found)}, the run's row {_said(stored)}: `fedloom resume "
-        f"{paths.run_id}` with the name and tags that are meant sets both"
+        f"{paths.artifacts / NAMES} says {_as_overrides(in_file)}, the run's row {_as_overrides(in_row)}: `fedloom "
+        f"resume {paths.run_id}` with the name and tags that are meant sets both"
     ]
 
 
@@ -131,20 +119,20 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     hashes = input_hashes(config)
     lines = changed_files(paths, recorded, hashes)
     unchecked += [line for text, line in lines.items() if text not in hashes]
-    found = [line for text, line in lines.items() if text in hashes]
+    changed = [line for text, line in lines.items() if text in hashes]
     try:
         folder = prepared_folder(data)
     except ValueError as error:  # the originals, or the code that reads them, are elsewhere
         unchecked.append(f"its data was not compared: {error}")
-        return found
+        return changed
     if prepared is None and (not folder.is_dir() or "dataset_hash" not in recorded):
         unchecked.append("its data was not compared, as it is not prepared on this machine")
     elif folder != prepared and (not folder.is_dir() or Dataset.open(folder).hash != recorded.get("dataset_hash")):
-        found.append(other_data(paths, data.dataset))
-    return found
+        changed.append(other_data(paths, data.dataset))
+    return changed
 
 
-def _said(names: Names) -> str:
+def _as_overrides(names: Names) -> str:
     return f"name={names.name or 'null'} tags=[{','.join(names.tags)}]"
 
 
@@ -157,5 +145,5 @@ def show_verified(runs: list[Verified], *, as_json: bool) -> None:
     for run in runs:
         for line in run.problems:
             screen.print(line)
-        said = "whole" if run.whole else f"{len(run.problems)} problems"
-        screen.print(f"run {run.run_id}: {'; '.join([said, *run.remarks])}")
+        verdict = "whole" if run.whole else f"{len(run.problems)} problems"
+        screen.print(f"run {run.run_id}: {'; '.join([verdict, *run.remarks])}")

@@ -12,7 +12,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
@@ -36,29 +36,29 @@ class Shipped(Mapping[str, Any]):
     An import path is that of an object, or of a mapping that contains it by name.
     """
 
-    def __init__(self, places: Mapping[str, Any]) -> None:
-        self._places = dict(places)
+    def __init__(self, paths: Mapping[str, Any]) -> None:
+        self._paths = dict(paths)
 
-    def add(self, places: Mapping[str, str]) -> None:
+    def add(self, paths: Mapping[str, str]) -> None:
         """Adds import paths by name."""
-        self._places |= places
+        self._paths |= paths
 
     def __getitem__(self, name: str) -> Any:
-        place = self._places[name]
-        if not isinstance(place, str):
-            return place
-        module_name, _, attribute = place.partition(":")
-        found = getattr(importlib.import_module(module_name), attribute)
-        return found[name] if isinstance(found, Mapping) else found
+        path = self._paths[name]
+        if not isinstance(path, str):
+            return path
+        module_name, _, attribute = path.partition(":")
+        code = getattr(importlib.import_module(module_name), attribute)
+        return code[name] if isinstance(code, Mapping) else code
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._paths
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._paths)
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class Registry(Generic[T]):
     arguments: tuple[str, ...]
     made: bool = False
 
-    def register(self, places: Mapping[str, str]) -> None:
+    def register(self, paths: Mapping[str, str]) -> None:
         """Adds built-in code of a higher layer: import paths by name."""
         assert isinstance(self.known, Shipped), "other slots are closed"
-        self.known.add(places)
+        self.known.add(paths)
 
     def traits_of(self, name: str, default: Declared) -> Declared:
         """What the code of that name has declared (`declares`); `default` if it has declared nothing of that type."""
@@ -102,14 +102,14 @@ class Registry(Generic[T]):
 
     def find(self, name: str) -> Any:
         """The code of that name; PluginError if it does not exist or cannot be called with the registry's arguments."""
-        found = resolve(self.kind, name, self.known)
+        code = resolve(self.kind, name, self.known)
         if is_import_path(name):
-            self.check_callable(name, found)
-        return found
+            self.check_callable(name, code)
+        return code
 
     def make(self, chosen: ComponentSpec) -> T:
         """The code with its options bound; errors in a user's code name it."""
-        # Cached by the found object, not only by its name, because a notebook may reload a module.
+        # Cached by the object, not only by its name, because a notebook may reload a module.
         made: T = _made(self, chosen, resolve(self.kind, chosen.name, self.known))
         return made
 
@@ -117,22 +117,24 @@ class Registry(Generic[T]):
         """The options of the code of that name: its keyword-only parameters."""
         return keyword_options(self.find(name))
 
-    def check_callable(self, name: str, found: Any) -> None:
+    def check_callable(self, name: str, code: Any) -> None:
         """Raises PluginError for a user's code that cannot be called with the registry's arguments."""
-        if not callable(found):
-            raise PluginError(f"{self.kind} {name!r} is {an(type(found).__name__)}, not {self.form}")
-        places = () if self.made and inspect.isclass(found) else self.arguments
+        if not callable(code):
+            raise PluginError(f"{self.kind} {name!r} is {an(type(code).__name__)}, not {self.form}")
         try:
-            signature = inspect.signature(found)
-            # Options that must be given are asked for by their keys, once it is known which are.
-            options = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-            signature.bind(*places, **dict.fromkeys(options))
+            signature = inspect.signature(code)
         except ValueError:  # a builtin without a signature
             return
+        arguments = () if self.made and inspect.isclass(code) else self.arguments
+        # Options that must be given are asked for by their keys, once it is known which are.
+        options = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        try:
+            signature.bind(*arguments, **dict.fromkeys(options))
         except TypeError as error:
-            given = f"{getattr(found, '__name__', name)}{inspect.signature(found)}"
-            problem = f"{self.kind} {name!r} has the wrong parameters ({given}): {error}"
-            raise PluginError(f"{problem}; give {self.form}") from error
+            called_as = f"{getattr(code, '__name__', name)}{signature}"
+            raise PluginError(
+                f"{self.kind} {name!r} has the wrong parameters ({called_as}): {error}; give {self.form}"
+            ) from error
 
     @property
     def form(self) -> str:
@@ -162,16 +164,16 @@ def an(name: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _made(registry: "Registry[Any]", chosen: ComponentSpec, found: Any) -> Any:
+def _made(registry: "Registry[Any]", chosen: ComponentSpec, code: Any) -> Any:
     options = dict(chosen.options)
-    own = is_import_path(chosen.name)
-    if own:
-        registry.check_callable(chosen.name, found)
-    if registry.made and (inspect.isclass(found) or not registry.arguments):
+    is_own = is_import_path(chosen.name)
+    if is_own:
+        registry.check_callable(chosen.name, code)
+    if registry.made and (inspect.isclass(code) or not registry.arguments):
         with blaming(registry.kind, chosen.name):
-            return found(**options)
-    bound = partial(found, **options) if options else found
-    return Blamed(registry.kind, chosen.name, bound) if own else bound
+            return code(**options)
+    bound = partial(code, **options) if options else code
+    return Blamed(registry.kind, chosen.name, bound) if is_own else bound
 
 
 class Blamed:
@@ -264,8 +266,8 @@ def resolve(kind: str, name: str, known: Mapping[str, T]) -> T:
     if not is_import_path(name):
         allowed = ", ".join(sorted(known))
         raise PluginError(f"unknown {kind} {name!r}: known are {allowed}, or module:name{nearest(name, [*known])}")
-    found: T = imported(kind, name)
-    return found
+    code: T = imported(kind, name)
+    return code
 
 
 def imported(kind: str, path: str) -> Any:
@@ -276,26 +278,24 @@ def imported(kind: str, path: str) -> Any:
     except NOT_CAUGHT:
         raise
     except BaseException as error:
-        raise PluginError(f"{kind} {path!r} cannot be imported: {_import_cause(module_name, error)}") from error
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            here = sys.path[-1] if sys.path else "."
+            cause = f"there is no module {module_name!r} in {here}, nor among the installed packages; give module:name"
+        elif isinstance(error, TypeError | ValueError) and (not module_name or module_name.startswith(".")):
+            cause = "give module:name"
+        elif isinstance(error, SyntaxError):
+            cause = f"SyntaxError: {error.msg} (line {error.lineno} of {error.filename})"
+        else:
+            cause = in_one_line(error)
+        raise PluginError(f"{kind} {path!r} cannot be imported: {cause}") from error
     try:
         return getattr(module, attribute)
     except AttributeError as error:
-        there = [name for name in vars(module) if not name.startswith("_")]
-        place = getattr(module, "__file__", None) or module_name  # built-in modules have no file
+        names = [name for name in vars(module) if not name.startswith("_")]
+        file = getattr(module, "__file__", None) or module_name  # built-in modules have no file
         raise PluginError(
-            f"{kind} {path!r} cannot be imported: {place} has no {attribute!r}{nearest(attribute, there)}"
+            f"{kind} {path!r} cannot be imported: {file} has no {attribute!r}{nearest(attribute, names)}"
         ) from error
-
-
-def _import_cause(module_name: str, error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-        here = sys.path[-1] if sys.path else "."
-        return f"there is no module {module_name!r} in {here}, nor among the installed packages; give module:name"
-    if isinstance(error, TypeError | ValueError) and (not module_name or module_name.startswith(".")):
-        return "give module:name"
-    if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg} (line {error.lineno} of {error.filename})"
-    return in_one_line(error)
 
 
 def keyword_options(function: Any) -> dict[str, inspect.Parameter]:
@@ -305,21 +305,15 @@ def keyword_options(function: Any) -> dict[str, inspect.Parameter]:
     except ValueError:  # a builtin without a signature
         return {}
     names = getattr(function.__init__ if inspect.isclass(function) else inspect.unwrap(function), "__globals__", {})
-    return {
-        p.name: p.replace(annotation=_evaluated(p.annotation, names))
-        for p in parameters
-        if p.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-
-
-def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
-    # Evaluated one by one, because types of other parameters may only be imported for type checking.
-    if not isinstance(annotation, str):
-        return annotation
-    try:
-        return eval(annotation, names)
-    except NameError:
-        return annotation
+    options: dict[str, inspect.Parameter] = {}
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            annotation = parameter.annotation
+            if isinstance(annotation, str):
+                with suppress(NameError):  # of a type that is imported for type checking alone
+                    annotation = eval(annotation, names)
+            options[parameter.name] = parameter.replace(annotation=annotation)
+    return options
 
 
 # -- whose code it is --------------------------------------------------------------------------------------------------

@@ -82,8 +82,8 @@ def plugin_sources(config: Any) -> PluginSources:
 
 def named_modules(config: Any) -> list[str]:
     """The existing modules that a configuration names by import paths; unknown ones are rejected elsewhere."""
-    found = {match[1] for match in filter(None, map(IMPORT_PATH.fullmatch, texts_of(config)))}
-    return sorted(module for module in found if _origin(module) is not None)
+    modules = {match[1] for match in filter(None, map(IMPORT_PATH.fullmatch, texts_of(config)))}
+    return sorted(module for module in modules if _origin(module) is not None)
 
 
 def sources_of(modules: Iterable[str]) -> PluginSources:

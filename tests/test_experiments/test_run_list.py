@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedloom.experiments.status import ListedRun, place_of, run_lines
+from fedloom.experiments.status import ListedRun, round_of, run_lines
 from fedloom.experiments.terminal import console
 from fedloom.platform.results.paths import NO_NAMES, Names
 from fedloom.platform.results.status import Status
@@ -45,8 +45,8 @@ def test_a_message_is_cut_to_the_terminal_below_the_run_if_there_is_no_room_besi
 
 
 def test_rounds_count_from_one() -> None:
-    assert [place_of(replace(STATUS, round=r)) for r in (0, 2, 59, 60)] == ["1/60", "3/60", "60/60", "60/60"]
-    assert place_of(replace(STATUS, stage="", round=0, rounds_total=0)) == ""
+    assert [round_of(replace(STATUS, round=r)) for r in (0, 2, 59, 60)] == ["1/60", "3/60", "60/60", "60/60"]
+    assert round_of(replace(STATUS, stage="", round=0, rounds_total=0)) == ""
 
 
 def test_brackets_and_colons_of_a_message_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
