@@ -59,16 +59,16 @@ REGISTRIES: tuple[Registry[Any], ...] = (
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-def known_keys(given: Sequence[str]) -> list[Setting]:
+def known_keys(words: Sequence[str]) -> list[Setting]:
     """The settings whose keys start with one of the given words; all settings if no such word is given.
 
     Words of the form key=value choose a preset or a method, or change values. The options of plug-ins that are chosen
     by name are included. Raises ValueError for a word that no key starts with.
     """
-    config = compose_config([word for word in given if "=" in word])
+    config = compose_config([word for word in words if "=" in word])
     settings = [*_with_options(config)]
     keys = [setting.key for setting in settings]
-    prefixes = [word.rstrip(".") for word in given if "=" not in word]
+    prefixes = [word.rstrip(".") for word in words if "=" not in word]
     for prefix in prefixes:
         if not any(_begins(key, prefix) for key in keys):
             groups = sorted({key.rpartition(".")[0] for key in keys if "." in key} | set(keys))
@@ -100,12 +100,12 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
             yield from {option.key: option for option in options[group]}.values()
 
 
-def whose_keys(given: Sequence[str], settings: Sequence[Setting]) -> str:
+def whose_keys(words: Sequence[str], settings: Sequence[Setting]) -> str:
     """Whose the keys `method.*` are, and how to see another method's; empty if a method was chosen, or if none is."""
-    chosen = any(word.startswith((PRESET, "method=")) for word in given)
+    chosen = any(each.startswith((PRESET, "method=")) for each in words)
     if chosen or not any(setting.key.startswith("method.") for setting in settings):
         return ""
-    again = " ".join(["fedloom keys", *given])
+    again = " ".join(["fedloom keys", *words])
     return (
         f"method.* are those of {DEFAULT_METHOD}, the default method; another's: {again} method=fedavg\n"
         f"with a preset's values: {again} {PRESET}fedavg_digits; all methods: fedloom plugins method"

@@ -187,21 +187,21 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
 
 
 def _ablate(args: argparse.Namespace) -> int:
-    given = args.resume if args.resume is not None else args.retry_failed
+    ablation_id = args.resume if args.resume is not None else args.retry_failed
     from fedloom.actors.address import before_ray
     from fedloom.experiments.ablation.plan import plan_ablation
     from fedloom.experiments.runs.overrides import override_text
     from fedloom.experiments.store.ablations import Ablation
 
     ablation: Ablation
-    if given is not None:
+    if ablation_id is not None:
         from fedloom.experiments.ablation.plan import planned_ablation
 
-        ablation = planned_ablation(_here(args, [], tensors=False), given, args.overrides)
+        ablation = planned_ablation(_here(args, [], tensors=False), ablation_id, args.overrides)
     else:
         # --results works as in the other commands; results=FOLDER overrides it.
-        place = [] if args.results == Path("results") else [f"results={override_text(str(args.results))}"]
-        ablation = plan_ablation([*place, *args.overrides])
+        results = [] if args.results == Path("results") else [f"results={override_text(str(args.results))}"]
+        ablation = plan_ablation([*results, *args.overrides])
     before_ray(ablation.trials[0].config["ray"]["address"])
     from fedloom.experiments.ablation.command import run_command
 
@@ -332,8 +332,8 @@ def _search(args: argparse.Namespace) -> int:
 
     results = _here(args, [args.run], tensors=True)
     trained = load_trained(results, args.run).changed(samples=args.samples, min_tau=args.min_tau, metric=args.metric)
-    found = search_trained(trained, args.macs, args.latency_s)
-    show(trained, found, len(args.macs) + len(args.latency_s), as_json=args.json)
+    winners = search_trained(trained, args.macs, args.latency_s)
+    show(trained, winners, len(args.macs) + len(args.latency_s), as_json=args.json)
     return OK
 
 
@@ -342,9 +342,9 @@ def _verify(args: argparse.Namespace) -> int:
     from fedloom.platform.results.paths import find_runs
 
     results = _here(args, args.runs, tensors=True)
-    found = [verified(run) for run in dict.fromkeys(run for given in args.runs for run in find_runs(results, given))]
-    show_verified(found, as_json=args.json)
-    return OK if all(run.whole for run in found) else CONFIGURATION
+    runs = [verified(run) for run in dict.fromkeys(run for word in args.runs for run in find_runs(results, word))]
+    show_verified(runs, as_json=args.json)
+    return OK if all(run.whole for run in runs) else CONFIGURATION
 
 
 def _status(args: argparse.Namespace) -> int:

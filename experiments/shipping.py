@@ -66,13 +66,13 @@ def plan_shipment(include: Sequence[Path] = ()) -> Shipment:
     Raises:
         ValueError: a path does not exist or has the same target as another, or the size exceeds `MOST_BYTES`.
     """
-    found: dict[PurePosixPath, ShippedFile] = {}
+    files: dict[PurePosixPath, ShippedFile] = {}
     for part in PARTS:
-        found |= {file.target: file for file in _files(package_folder(part), PurePosixPath(PACKAGE, part))}
+        files |= {file.target: file for file in _files(package_folder(part), PurePosixPath(PACKAGE, part))}
     for path in include:
         for file in _files(_existing(path), target_of(path)):
-            _add(found, file)
-    shipment = Shipment(tuple(found[target] for target in sorted(found)))
+            _add(files, file)
+    shipment = Shipment(tuple(files[target] for target in sorted(files)))
     if shipment.size_bytes > MOST_BYTES:
         raise ValueError(
             f"a job may be given {MOST_BYTES // MIB} MiB, this would be {shipment.summary()}: leave out what is large "
@@ -95,8 +95,8 @@ def shipped(shipment: Shipment) -> Iterator[Path]:
 def package_folder(part: str) -> Path:
     """The folder of the running `fedloom.PART`, in a checkout or an installed wheel."""
     # The path of a namespace package may hold entries that are not folders (the marker of an editable install).
-    places: Iterable[str] = importlib.import_module(f"fedloom.{part}").__path__
-    return next(Path(place) for place in places if Path(place).is_dir())
+    folders: Iterable[str] = importlib.import_module(f"fedloom.{part}").__path__
+    return next(Path(folder) for folder in folders if Path(folder).is_dir())
 
 
 def target_of(path: Path) -> PurePosixPath:
@@ -132,12 +132,12 @@ def _is_left_out(entry: Path) -> bool:
     return named or (entry / "pyvenv.cfg").exists()
 
 
-def _add(found: dict[PurePosixPath, ShippedFile], file: ShippedFile) -> None:
+def _add(files: dict[PurePosixPath, ShippedFile], file: ShippedFile) -> None:
     if file.target.parts[0] == PACKAGE:
         raise ValueError(
             f"--include: {file.source} would lie in the job's {PACKAGE}/, which holds this package: rename it"
         )
-    there = found.setdefault(file.target, file)
+    there = files.setdefault(file.target, file)
     if there.source.resolve() != file.source.resolve():
         raise ValueError(
             f"--include: {file.source} and {there.source} would both be {file.target} in the job's folder: "

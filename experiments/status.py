@@ -94,15 +94,15 @@ MOST = 50
 LONGEST_MESSAGE = 70
 
 
-def show_status(results: Path, given: Sequence[str], *, as_json: bool, everything: bool = False) -> None:
+def show_status(results: Path, words: Sequence[str], *, as_json: bool, everything: bool = False) -> None:
     """Prints one line per run, and one per trial of every ablation, of those that are named.
 
     They are named by an id, its beginning, a run's name or a tag. Without names it prints one line per ablation and per
     run outside ablations: of the newest `MOST` of each, or of all with `everything`. It reads the status files and the
     names of what it shows. Raises ValueError for a name that does not exist.
     """
-    if given:
-        _show_named(results, given, as_json)
+    if words:
+        _show_named(results, words, as_json)
     else:
         _show_newest(results, slice(None if everything else -MOST, None), as_json)  # ids begin with the time
 

@@ -341,7 +341,9 @@ def is_installed(file: Path) -> bool:
 
 def place_in_own(error: BaseException) -> str:
     """` (line N of FILE)` for the innermost line of the user's own code that an error came through; empty if none."""
-    return next((f" (line {line} of {file.name})" for own, file, line in reversed(_places(error)) if own), "")
+    return next(
+        (f" (line {line} of {file.name})" for is_own_line, file, line in reversed(_places(error)) if is_own_line), ""
+    )
 
 
 def raised_by_own(error: BaseException) -> bool:

@@ -291,7 +291,7 @@ def _adapter(kind: type) -> "TypeAdapter[Any]":
 
 def _refusal(kind: type, error: "ErrorDetails", prefix: str) -> ValueError:
     """The error in one line: what was given, and what is allowed."""
-    path, given = error["loc"][1:], error["input"]
+    path, value = error["loc"][1:], error["input"]
     if error["type"] == "unexpected_keyword_argument":
         inside = "".join(f"{name}." for name in path[:-1])
         known = [f"{prefix}{inside}{name}" for name in _hints(_section(kind, path[:-1]))]
@@ -304,26 +304,26 @@ def _refusal(kind: type, error: "ErrorDetails", prefix: str) -> ValueError:
         chooser = next((name for name in names if name in CHOOSERS), None)
         some = ", ".join(f"{key}.{name}" for name in names[:4])
         advice = f"{key}.{chooser}=NAME" if chooser else f"one of them, such as {some}"
-        return ValueError(f"{key}={shown(given, written)}: {key} is a group of keys; give {advice}")
+        return ValueError(f"{key}={shown(value, written)}: {key} is a group of keys; give {advice}")
     item = "".join(f"[{index}]" for index in path if isinstance(index, int))
-    return _not_allowed(_setting(kind, path, prefix), given, is_of_type=error["type"] in OUT_OF_BOUNDS, item=item)
+    return _not_allowed(_setting(kind, path, prefix), value, is_of_type=error["type"] in OUT_OF_BOUNDS, item=item)
 
 
-def _not_allowed(setting: Setting, given: Any, *, is_of_type: bool, item: str = "") -> ValueError:
+def _not_allowed(setting: Setting, value: Any, *, is_of_type: bool, item: str = "") -> ValueError:
     """What was given, and what it must be: within the bounds, or else of which type; `item` is its place in a list."""
-    text = written(given) if given is None or isinstance(given, bool) else str(given)
+    text = written(value) if value is None or isinstance(value, bool) else str(value)
     kind, needed = setting.kind, setting.allowed
     if item and (inner := re.search(r"list\[(.*)\]", kind)):
         kind = inner[1]
     if not is_of_type:
         needed = kind if kind.startswith(("one of", "true or false", "any")) else an(kind)
     else:
-        if isinstance(given, int | float) and abs(given) > (LARGEST_FLOAT if "float" in kind else LARGEST_WHOLE):
+        if isinstance(value, int | float) and abs(value) > (LARGEST_FLOAT if "float" in kind else LARGEST_WHOLE):
             finite = f"finite and at most {LARGEST_FLOAT:g}" if "float" in kind else "a whole number of at most 64 bits"
             needed = f"{needed} and {finite}" if needed else finite
         needed = (needed or "finite") + (", or null" if kind.endswith(" or null") else "")
     close = nearest(text, setting.choices, cutoff=0.75)
-    return ValueError(f"{setting.key}{item}={shown(given, lambda _: text)}: must be {needed}{close}")
+    return ValueError(f"{setting.key}{item}={shown(value, lambda _: text)}: must be {needed}{close}")
 
 
 def _section(kind: Any, path: Sequence[int | str]) -> Any:
@@ -343,20 +343,20 @@ def _setting(kind: Any, path: Sequence[int | str], prefix: str) -> Setting:
     return Setting(prefix + ".".join([name, *(rest[:1] if is_mapping else [])]), annotation)
 
 
-def _check_numbers(kind: type, given: Any, made: Any, prefix: str, path: tuple[int | str, ...]) -> None:
+def _check_numbers(kind: type, raw: Any, made: Any, prefix: str, path: tuple[int | str, ...]) -> None:
     """Raises ValueError for what pydantic lets pass: true as a number, and numbers that nothing can hold."""
-    if isinstance(given, Mapping):
-        for name, value in given.items():
+    if isinstance(raw, Mapping):
+        for name, value in raw.items():
             inner = made[name] if isinstance(made, Mapping) else getattr(made, str(name))
             _check_numbers(kind, value, inner, prefix, (*path, name))
-    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
-        for index, value in enumerate(given):
+    elif isinstance(raw, list | tuple) and isinstance(made, list | tuple):
+        for index, value in enumerate(raw):
             _check_numbers(kind, value, made[index], prefix, (*path, index))
     elif isinstance(made, int | float) and not isinstance(made, bool):
         whole = isinstance(made, int)
         too_large = abs(made) > (LARGEST_WHOLE if whole else LARGEST_FLOAT) and (whole or not math.isinf(made))
-        if isinstance(given, bool) or made != made or too_large:
-            raise _not_allowed(_setting(kind, path, prefix), given, is_of_type=not isinstance(given, bool))
+        if isinstance(raw, bool) or made != made or too_large:
+            raise _not_allowed(_setting(kind, path, prefix), raw, is_of_type=not isinstance(raw, bool))
 
 
 # -- the options of components -----------------------------------------------------------------------------------------
@@ -395,12 +395,12 @@ def component_specs(
     known: dict[str, None] = {}
     for registry, name in chosen:
         names = dict.fromkeys(registry.options_of(name))
-        given = {option: value for option, value in options.items() if option in names}
+        values = {option: value for option, value in options.items() if option in names}
         try:
-            made: Any = validated(options_class(registry.find(name)), given, f"{key}.")
+            made: Any = validated(options_class(registry.find(name)), values, f"{key}.")
         except ValueError as error:
             raise ValueError(f"{error} (an option of {registry.kind} {name})") from error
-        specs.append(ComponentSpec(name, tuple(sorted((option, getattr(made, option)) for option in given))))
+        specs.append(ComponentSpec(name, tuple(sorted((option, getattr(made, option)) for option in values))))
         known |= names
     for option in options:
         if option not in known:

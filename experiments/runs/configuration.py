@@ -47,13 +47,13 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
 
     Raises ValueError with one line for a key or value that is unknown or out of range.
     """
-    given = [read(override) for override in overrides]
-    choices = {override.key: str(override.value) for override in given if override.key in GROUPS}
+    parsed = [read(override) for override in overrides]
+    choices = {override.key: str(override.value) for override in parsed if override.key in GROUPS}
     for key, value in choices.items():
         _check_choice(key, value)
     chosen = _composed(tuple(f"{key}={value}" for key, value in choices.items()), _sources_of(choices))
     values = deepcopy(chosen)
-    for override in given:
+    for override in parsed:
         if override.key == "method.name":
             raise ValueError(f"{override.text}: a method is chosen by method=NAME, which brings its own keys")
         if override.key not in GROUPS:
@@ -62,7 +62,7 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
         return _checked(_resolved(values))
     except UnknownKeyError as error:
         _blame_choices(choices, chosen, error)
-        key = next((o.key for o in given if f"{o.key}.".startswith(f"{error.key}.")), error.key)
+        key = next((o.key for o in parsed if f"{o.key}.".startswith(f"{error.key}.")), error.key)
         raise ValueError(unknown(key, [*_keys(chosen), *GROUPS])) from error
     except ValueError as error:
         _blame_choices(choices, chosen, error)
@@ -137,11 +137,11 @@ def tell_left_out(what: str, stored: Mapping[str, Any], overrides: Sequence[str]
     """Warns of stored addresses and folders that are not used, and that no override gives again."""
     if not all(isinstance(stored.get(section), Mapping) for section in ("data", "ray")):
         return
-    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    given_keys = {override.lstrip("+").partition("=")[0] for override in overrides}
     here = placed_here(stored)
-    places = [(f"data.{name}", stored["data"].get(name), here["data"][name]) for name in ("root", "cache")]
-    places.append(("ray.address", stored["ray"].get("address"), here["ray"]["address"]))
-    left = [f"{key}={shown(then)}" for key, then, now in places if then not in (None, now) and key not in given]
+    settings = [(f"data.{name}", stored["data"].get(name), here["data"][name]) for name in ("root", "cache")]
+    settings.append(("ray.address", stored["ray"].get("address"), here["ray"]["address"]))
+    left = [f"{key}={shown(then)}" for key, then, now in settings if then not in (None, now) and key not in given_keys]
     if left:
         again = "give it again: resume takes the key, other commands FEDLOOM_DATA and FEDLOOM_CACHE"
         logger.warning("%s was made with %s: if you want that here, %s", what, " ".join(left), again)
@@ -193,15 +193,15 @@ def _checked(values: Mapping[str, Any]) -> RunConfig:
 def _check_choice(key: str, value: str) -> None:
     """Raises ValueError for a preset or a method that does not exist; the user's own are found later."""
     kind, names = ("preset", experiments()) if key == "experiment" else ("method", [*METHODS])
-    own = value.endswith(ENDINGS) if key == "experiment" else is_import_path(value)
-    if own and key == "experiment" and not is_path(value):
+    is_own = value.endswith(ENDINGS) if key == "experiment" else is_import_path(value)
+    if is_own and key == "experiment" and not is_path(value):
         raise ValueError(f"{key}={shown(value)}: must be {PATH.meaning}")
-    if value in names or own:
+    if value in names or is_own:
         return
-    some = names if len(names) <= MOST_NAMES else sorted(names, key=lambda name: not nearest(value, [name], 0.0))
+    known = names if len(names) <= MOST_NAMES else sorted(names, key=lambda name: not nearest(value, [name], 0.0))
     more = f" and {len(names) - MOST_NAMES} more (fedloom run --help lists all)" if len(names) > MOST_NAMES else ""
-    there = f"{', '.join(some[:MOST_NAMES])}{more}"
-    raise ValueError(f"{key}={shown(value)}: no such {kind}{nearest(value, names)}; there are {there}")
+    listed = f"{', '.join(known[:MOST_NAMES])}{more}"
+    raise ValueError(f"{key}={shown(value)}: no such {kind}{nearest(value, names)}; there are {listed}")
 
 
 def _sources_of(choices: Mapping[str, str]) -> tuple[Any, ...]:
@@ -214,14 +214,16 @@ def _sources_of(choices: Mapping[str, str]) -> tuple[Any, ...]:
 @lru_cache(maxsize=64)
 def _composed(choices: tuple[str, ...], _sources: tuple[Any, ...]) -> dict[str, Any]:
     """The values of a preset and a method, as Hydra composes them from the defaults of the configuration's classes."""
-    own = {choice: own_preset(choice) for choice in choices if choice.startswith(PRESET) and choice.endswith(ENDINGS)}
-    chosen = [own[choice].choice if choice in own else choice for choice in choices]
+    own_presets = {
+        choice: own_preset(choice) for choice in choices if choice.startswith(PRESET) and choice.endswith(ENDINGS)
+    }
+    chosen = [own_presets[choice].choice if choice in own_presets else choice for choice in choices]
     methods = [choice.removeprefix("method=") for choice in choices if choice.startswith("method=")]
     methods += [method_in(choice.removeprefix(PRESET)) for choice in choices if choice.startswith(PRESET)]
     store = ConfigStore.instance()
     store.store(name="run_schema", node=asdict(RunConfig()))
     # Only the chosen methods are registered, so that the modules of the others are not imported.
-    registered = {DEFAULT_METHOD, *methods, *(name for preset in own.values() for name in preset.methods)}
+    registered = {DEFAULT_METHOD, *methods, *(name for preset in own_presets.values() for name in preset.methods)}
     for name in registered:
         config = find_method(name).config(name=name)
         try:

@@ -35,8 +35,8 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     tiers = split_into_tiers(config, space, cost)
     names, heads = task_names(config, len(tiers)), config.space.heads
     if names and len(names) != len(heads or ()):  # their classes are the data set's to tell
-        given = "null" if heads is None else heads
-        raise ValueError(f"space.heads={given}: give the number of classes of each task ({', '.join(names)})")
+        shown = "null" if heads is None else heads
+        raise ValueError(f"space.heads={shown}: give the number of classes of each task ({', '.join(names)})")
     uppers = [t.upper for t in tiers]
     costs = sampled_costs(space.genome, cost, config.tiers.paths)
     description: dict[str, Any] = {

@@ -41,9 +41,9 @@ def is_own(override: str) -> bool:
 
 def own_preset(override: str) -> OwnPreset:
     """Reads the file and makes it a choice; ValueError in one line for a file that is no preset."""
-    given = override.removeprefix(PRESET)
-    preset = _read(override, Path(given))
-    name = check_name("experiment", Path(given).stem)
+    path = override.removeprefix(PRESET)
+    preset = _read(override, Path(path))
+    name = check_name("experiment", Path(path).stem)
     preset.setdefault("experiment", name)
     if isinstance(method := preset.get("method"), str):
         raise ValueError(f"{override}: method is a text: choose it by defaults: [{{{CHOICE}: {method}}}]")
@@ -71,16 +71,16 @@ def _read(override: str, path: Path) -> DictConfig:
 
 def _defaults(override: str, preset: DictConfig) -> list[Any]:
     """What it begins with, as Hydra finds it: presets of fedloom's, and the choice of a method."""
-    given = preset.get("defaults")
-    if not isinstance(given, ListConfig | None):
-        raise ValueError(f"{override}: defaults is {given!r:.60}: give a list, such as [fedavg_digits]")
-    for default in given or ():
+    defaults = preset.get("defaults")
+    if not isinstance(defaults, ListConfig | None):
+        raise ValueError(f"{override}: defaults is {defaults!r:.60}: give a list, such as [fedavg_digits]")
+    for default in defaults or ():
         if isinstance(default, DictConfig):
             _check_method(override, default)
         elif default not in ("_self_", *experiments()):
             close = nearest(str(default), experiments())
             raise ValueError(f"{override}: defaults has {default!s:.60}, which is no preset of fedloom's{close}")
-    return [f"/experiment/{d}@_global_" if isinstance(d, str) and d != "_self_" else d for d in given or ()]
+    return [f"/experiment/{d}@_global_" if isinstance(d, str) and d != "_self_" else d for d in defaults or ()]
 
 
 def _check_method(override: str, default: DictConfig) -> None:

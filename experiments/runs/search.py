@@ -37,8 +37,8 @@ class Trained:
 
     def changed(self, **settings: float | str | None) -> "Trained":
         """A copy with changed settings of the search; None keeps the run's own setting."""
-        given = {name: value for name, value in settings.items() if value is not None}
-        return replace(self, config=replace(self.config, **given))  # type: ignore[arg-type]
+        changes = {name: value for name, value in settings.items() if value is not None}
+        return replace(self, config=replace(self.config, **changes))  # type: ignore[arg-type]
 
 
 def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[float]) -> list[Found]:
@@ -102,19 +102,19 @@ def measured_samples(paths: RunPaths) -> list[Sample]:
     ]
 
 
-def found_json(found: Sequence[Found], world: World) -> list[dict[str, Any]]:
+def found_json(winners: Sequence[Found], world: World) -> list[dict[str, Any]]:
     """The winners as JSON values, with readable labels."""
     return [
         {**asdict(f), "architecture": architecture_id(f.architecture), "label": world.space.label(f.architecture)}
-        for f in found
+        for f in winners
     ]
 
 
-def show(trained: Trained, found: Sequence[Found], asked: int, as_json: bool) -> None:
+def show(trained: Trained, winners: Sequence[Found], asked: int, as_json: bool) -> None:
     """Prints the winners, one per line, and the number of targets without one; or one JSON object."""
-    values = found_json(found, trained.world)
+    values = found_json(winners, trained.world)
     if as_json:
-        write_json({"run_id": trained.run_id, "found": values, "not_found": asked - len(found)})
+        write_json({"run_id": trained.run_id, "found": values, "not_found": asked - len(winners)})
         return
     table, by_loss = Table(box=None), trained.config.metric == "loss"
     predicted, validation = ("predicted loss", "validation loss") if by_loss else ("predicted", "validation")
@@ -126,5 +126,5 @@ def show(trained: Trained, found: Sequence[Found], asked: int, as_json: bool) ->
         figures = (f"{v['macs']:.4g}", f"{v['parameters']:.4g}", f"{v['predicted']:.4f}", f"{measured:.4f}", latency)
         table.add_row(v["target"], v["label"], *figures)
     console().print(table)
-    if asked > len(found):
-        console().print(f"{asked - len(found)} of {asked} targets have no subnet: no latency near them was predicted")
+    if asked > len(winners):
+        console().print(f"{asked - len(winners)} of {asked} targets have no subnet: no latency near them was predicted")

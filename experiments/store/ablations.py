@@ -198,30 +198,30 @@ def ablation_ids(root: Path, beginning: str = "") -> list[str]:
     return [name for name in names if name.startswith(beginning) and (root / FOLDER / name / PLAN).exists()]
 
 
-def find_ablation(root: Path, given: str) -> Ablation:
+def find_ablation(root: Path, word: str) -> Ablation:
     """The ablation with this id or with this unambiguous prefix of its id; otherwise ValueError with known ids."""
-    names = ablation_ids(root, given)
-    matching = [n for n in names if n == given] or names
+    names = ablation_ids(root, word)
+    matching = [n for n in names if n == word] or names
     if len(matching) == 1:
         return read_ablation(root / FOLDER / matching[0])
     if not matching:
         known = ", ".join(ablation_ids(root)[-10:]) or "none"
-        raise ValueError(f"no ablation {given!r} under {root}; known ablations: {known}")
-    raise ValueError(f"ablation {given!r} could be any of {', '.join(matching[-10:])}: give more of its id")
+        raise ValueError(f"no ablation {word!r} under {root}; known ablations: {known}")
+    raise ValueError(f"ablation {word!r} could be any of {', '.join(matching[-10:])}: give more of its id")
 
 
-def meant_ablation(root: Path, given: str) -> Ablation | None:
-    """The ablation that `given` means: its id, or the beginning of its id; None if it means runs.
+def meant_ablation(root: Path, word: str) -> Ablation | None:
+    """The ablation that `word` means: its id, or the beginning of its id; None if it means runs.
 
     Raises ValueError if several ablations, or an ablation and runs of no ablation, begin so.
     """
-    beginning = ablation_ids(root, given)
-    if not beginning or given in beginning:
-        return read_ablation(root / FOLDER / given) if beginning else None
+    beginning = ablation_ids(root, word)
+    if not beginning or word in beginning:
+        return read_ablation(root / FOLDER / word) if beginning else None
     # The ids of an ablation's trials begin with its own id.
-    ids = [run.run_id for run in list_runs(root) if run.run_id.startswith(given)]
+    ids = [run.run_id for run in list_runs(root) if run.run_id.startswith(word)]
     runs = [run_id for run_id in ids if run_id.rpartition("-")[0] not in beginning]
     if runs:
         candidates = [*(f"ablation {name}" for name in beginning), *(f"run {run_id}" for run_id in runs)]
-        raise ValueError(f"{given!r} could be any of {', '.join(candidates[-10:])}: give more of the id")
-    return find_ablation(root, given)
+        raise ValueError(f"{word!r} could be any of {', '.join(candidates[-10:])}: give more of the id")
+    return find_ablation(root, word)

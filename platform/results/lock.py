@@ -95,12 +95,12 @@ def children(parents: Collection[Process]) -> set[Process]:
 def descendants(roots: Collection[Process]) -> set[Process]:
     """The living processes among these, and all that they, and their children, have started and still own."""
     parents = _parents()
-    found = new = {root for root in roots if is_process(*root)}
+    processes = new = {root for root in roots if is_process(*root)}
     while new:
         numbers = {process.pid for process in new}
-        new = {process for process, parent in parents.items() if parent in numbers} - found
-        found = found | new
-    return found
+        new = {process for process, parent in parents.items() if parent in numbers} - processes
+        processes = processes | new
+    return processes
 
 
 def end_all(processes: Collection[Process], grace_s: float) -> list[Process]:

@@ -195,43 +195,43 @@ def runs_called(root: Path, run_id: str) -> list[RunPaths]:
     return [RunPaths(Path(root), experiment, run_id) for experiment in dict.fromkeys(names)]
 
 
-def find_run(root: Path, given: str) -> RunPaths:
-    """The only run that `given` means: an id, the beginning of an id, a name, or a tag.
+def find_run(root: Path, word: str) -> RunPaths:
+    """The only run that `word` means: an id, the beginning of an id, a name, or a tag.
 
     Raises ValueError listing the known runs if there is none, or the candidates if there are several.
     """
-    matching = find_runs(root, given)
+    matching = find_runs(root, word)
     if len(matching) > 1:
-        raise ValueError(f"tag {given!r} is that of {_latest(matching)}: give the id of one of them")
+        raise ValueError(f"tag {word!r} is that of {_latest(matching)}: give the id of one of them")
     return matching[0]
 
 
-def find_runs(root: Path, given: str) -> list[RunPaths]:
+def find_runs(root: Path, word: str) -> list[RunPaths]:
     """The only run with this id, or whose id begins so; else the only run with this name; else all with this tag.
 
     Names are read only if no id begins so. Raises ValueError under the conditions of `find_run`, except for the tag of
     several runs.
     """
-    if not given:  # every id begins so; a variable of the shell may be unset
+    if not word:  # every id begins so; a variable of the shell may be unset
         raise ValueError("'' names no run: give an id, the beginning of one, a name or a tag")
-    matching = runs_called(root, given)
+    matching = runs_called(root, word)
     if len(matching) == 1:
         return matching
     runs = list_runs(root)
-    matching = matching or [run for run in runs if run.run_id.startswith(given)]
+    matching = matching or [run for run in runs if run.run_id.startswith(word)]
     if len(matching) > 1:
-        raise ValueError(f"run {given!r} could be any of {_latest(matching)}: give more of its id")
+        raise ValueError(f"run {word!r} could be any of {_latest(matching)}: give more of its id")
     if matching:
         return matching
     names = named_runs(root)
-    called = [run for run in runs if names.get(run.run_id, NO_NAMES).name == given]
+    called = [run for run in runs if names.get(run.run_id, NO_NAMES).name == word]
     if len(called) > 1:
-        raise ValueError(f"{given!r} is the name of {_latest(called)}: give the id of one of them")
+        raise ValueError(f"{word!r} is the name of {_latest(called)}: give the id of one of them")
     if called:
         return called
-    tagged = [run for run in runs if given in names.get(run.run_id, NO_NAMES).tags]
+    tagged = [run for run in runs if word in names.get(run.run_id, NO_NAMES).tags]
     if not tagged:
-        raise ValueError(f"no run {given!r} under {root}; known runs: {_latest(runs)}")
+        raise ValueError(f"no run {word!r} under {root}; known runs: {_latest(runs)}")
     return tagged
 
 

@@ -236,8 +236,8 @@ def check_row(table: str, row: Mapping[str, Any]) -> Row:
     for name, value in row.items():
         kind = kinds.get(name)
         if kind is None:
-            own = ". Measures of your own go into table 'evaluations' as metric and value"
-            raise ValueError(_undeclared(table, name, own))
+            advice = ". Measures of your own go into table 'evaluations' as metric and value"
+            raise ValueError(_undeclared(table, name, advice))
         # The common case without a function call, because this runs for every value of every client's row.
         exact = type(value) is kind
         if exact and (kind is float or (kind is str and value.isascii()) or (kind is int and _fits(value))):
@@ -260,8 +260,8 @@ def _plain(table: str, name: str, kind: type, value: Any) -> Value:
     # A count that was summed as float is accepted, a fractional one is not.
     if kind is int and _is_whole(value) and _fits(int(value)):
         return int(value)
-    given = f"{value!r:.60} ({type(value).__name__})"
-    raise ValueError(f"column {name!r} of table {table!r} got {given}: give {_ALLOWED[kind]} or None")
+    text = f"{value!r:.60} ({type(value).__name__})"
+    raise ValueError(f"column {name!r} of table {table!r} got {text}: give {_ALLOWED[kind]} or None")
 
 
 def _fits(value: int) -> bool:

@@ -61,9 +61,9 @@ class PluginSources:
         """The modules that differ from the copies of `copy_to`, or exist only in one of the two."""
         now = {place_of(module, file).as_posix(): (module, file.read_bytes()) for module, file in self.files.items()}
         then = {f.relative_to(folder).as_posix(): read_file(f) for f in folder.rglob("*.py")}
-        names = {place: module for place, (module, _) in now.items()}
+        names = {path: module for path, (module, _) in now.items()}
         unlike = [p for p in sorted({*now, *then}) if p not in now or p not in then or now[p][1] != then[p]]
-        return [names.get(place, place) for place in unlike]
+        return [names.get(path, path) for path in unlike]
 
 
 def place_of(module: str, file: Path) -> Path:

@@ -102,8 +102,8 @@ def _counted(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _seeds(values: Mapping[str, Any]) -> dict[str, Any]:
     """The seeds that the training of a stored configuration depended on."""
-    own = values["seeds"]
-    return {purpose: values["seed"] if own[purpose] is None else own[purpose] for purpose in SEEDS}
+    seeds = values["seeds"]
+    return {purpose: values["seed"] if seeds[purpose] is None else seeds[purpose] for purpose in SEEDS}
 
 
 def _without(values: Mapping[str, Any], names: Collection[str], prefix: str = "") -> dict[str, Any]:
@@ -159,11 +159,11 @@ def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
         raise ValueError(f"{folder / STATE_FILE} is not what {ORIGIN} says")
     checkpoint = load_checkpoint(folder)
     try:
-        stored, own = (
+        stored, present = (
             {"seeds": _seeds(values), **_counted(config, values)}
             for values in (checkpoint.data["config"], asdict(config))
         )
-        changes = differences(stored, own)
+        changes = differences(stored, present)
     except (KeyError, TypeError) as error:
         raise ValueError("it does not say with which configuration it was trained") from error
     if changes or origin.get("key", key) != key:
