@@ -43,7 +43,7 @@ from fedloom.platform.results.paths import STATE_FILE, RunPaths, find_run, run_p
 from fedloom.platform.results.store import output_folder
 from fedloom.platform.results.tables import TABLES, read_part
 from fedloom.platform.results.writer import TableParts
-from fedloom.platform.runs.run import Label, make_serial, resume_run, start_run
+from fedloom.platform.runs.run import RunIdentity, make_serial, resume_run, start_run
 from fedloom.platform.runs.sources import check_code_places
 from fedloom.platform.spaces.slices import TensorGroup
 
@@ -300,7 +300,7 @@ def test_names_cannot_leave_their_folder(
             find_run(tmp_path, name)
     config = tiny_config()
     with pytest.raises(ValueError, match="cannot be a file name"):
-        start_run(config, make_serial, label=Label(run_id=name or "/"))
+        start_run(config, make_serial, identity=RunIdentity(run_id=name or "/"))
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -9,7 +9,7 @@ from fedloom.experiments.ablation.needs import Cluster
 from fedloom.experiments.ablation.trial import END, MESSAGE, Job, RunThread
 from fedloom.experiments.store.ablations import Ablation, Trial, write_ablation
 from fedloom.experiments.store.trials import FINAL, End, trial_states
-from fedloom.platform.runs.run import Label
+from fedloom.platform.runs.run import RunIdentity
 
 NO_LIMIT = Cluster(({"CPU": 1e6, "GPU": 1e6},))
 """No resources are reserved: one trial at a time has the whole machine."""
@@ -44,8 +44,8 @@ def _serial(trial: Trial) -> Trial:
 
 def _run_all(trials: Sequence[Trial], ablation: Ablation, place: Place, events: TrialEvents) -> None:
     for trial in trials:
-        label = Label(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
-        run = RunThread(Job(trial.index, {**trial.config, "results": place.results}, label))
+        identity = RunIdentity(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
+        run = RunThread(Job(trial.index, {**trial.config, "results": place.results}, identity))
         events.started(trial.index)
         run.start()
         try:

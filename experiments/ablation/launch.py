@@ -30,7 +30,7 @@ from fedloom.experiments.store.trials import FAILED, FINAL, TrialState, trial_st
 from fedloom.experiments.terminal import while_read
 from fedloom.platform.federation.config import GENERATED, RayConfig
 from fedloom.platform.results.copies import check_results, fetch
-from fedloom.platform.runs.run import Label, Resume
+from fedloom.platform.runs.run import Resume, RunIdentity
 from fedloom.platform.runs.supernets import stored_supernet
 
 if TYPE_CHECKING:
@@ -205,10 +205,10 @@ def _job(ablation: Ablation, place: Place, checked: Checked, how: Resume | None)
     from fedloom.experiments.ablation.trial import Job
 
     trial = checked.trial
-    label = Label(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
+    identity = RunIdentity(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
     config = {**_absolute(trial.config), "results": place.of_trials}
     resume = replace(how or Resume(""), run_id=trial.run_id)
-    return Job(trial.index, config, label, checked.compared_stage, resume=resume)
+    return Job(trial.index, config, identity, checked.compared_stage, resume=resume)
 
 
 def _replay(ablation: Ablation, place: Place, index: int, stage: str) -> "Job":
@@ -216,7 +216,7 @@ def _replay(ablation: Ablation, place: Place, index: int, stage: str) -> "Job":
 
     trial = ablation.trials[index]
     config = {**trial.config, "results": place.of_trials}
-    return Job(index, config, Label(trial.run_id), stage, replay=True)
+    return Job(index, config, RunIdentity(trial.run_id), stage, replay=True)
 
 
 def _absolute(config: Any) -> dict[str, Any]:

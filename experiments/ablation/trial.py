@@ -25,7 +25,7 @@ from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import is_done, read_runs
 from fedloom.platform.runs.resuming import check_run_unowned
-from fedloom.platform.runs.run import Label, Resume, Watcher, make_serial, run_to_end
+from fedloom.platform.runs.run import Resume, RunIdentity, Watcher, make_serial, run_to_end
 from fedloom.platform.runs.run_files import COSTS, has_begun
 
 STEP_S = 1.0
@@ -54,7 +54,7 @@ class Job:
 
     index: int
     config: Mapping[str, Any]
-    label: Label
+    identity: RunIdentity
     stage: str | None = None
     replay: bool = False
     resume: Resume | None = None
@@ -140,7 +140,7 @@ class RunThread:
             return UNSENT, str(error)
 
     def _start_or_resume(self) -> tuple[str, str]:
-        run_id = self.job.label.run_id
+        run_id = self.job.identity.run_id
         assert run_id is not None, "a trial's id is planned"
         paths = self._paths(run_id)
         if self.job.replay:
@@ -155,7 +155,7 @@ class RunThread:
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
         watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
         resume = (self.job.resume or Resume(run_id)) if paths.artifacts.exists() else None
-        end = run_to_end(self.config, self._executor, watcher, resume, self.job.label)
+        end = run_to_end(self.config, self._executor, watcher, resume, self.job.identity)
         return UNSENT if end.kind == "infrastructure" else end.kind, end.message
 
     def _executor(self, world: World) -> Executor:

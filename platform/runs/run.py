@@ -81,7 +81,7 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Label:
+class RunIdentity:
     """A run's id (generated if not given), and its trial of an ablation.
 
     `setting` holds the values that the ablation varies in this trial, by axis.
@@ -100,7 +100,7 @@ class Label:
 
 
 def start_run(
-    config: RunConfig, make_executor: MakeExecutor, watcher: Watcher | None = None, label: Label | None = None
+    config: RunConfig, make_executor: MakeExecutor, watcher: Watcher | None = None, identity: RunIdentity | None = None
 ) -> str:
     """Runs a new experiment to its end and returns its run id.
 
@@ -109,13 +109,13 @@ def start_run(
     """
     root = check_results(config.results)
     check_code_places([asdict(config)], root)
-    label = label or Label()
-    if label.ablation is None:
+    identity = identity or RunIdentity()
+    if identity.ablation is None:
         check_name_is_free(root, config)
     world = planned_world(config)
     stages = planned_stages(world)
-    run_id = label.run_id or new_run_id(root, config.experiment)
-    if label.run_id is not None:
+    run_id = identity.run_id or new_run_id(root, config.experiment)
+    if identity.run_id is not None:
         fetch(config.results, [run_id], tensors=False)  # so that an id used at the URL is rejected, too
     writer = RunWriter.create(root, config.experiment, run_id)
     with ExitStack() as held:
@@ -125,7 +125,7 @@ def start_run(
             write_new_run(writer.paths, config, world, sources)
             writer.manifest.begin()  # before the checkpoint of a supernet that is used again: a checkpoint tells of it
             beginning = _beginning(world, writer)
-            row = {**run_row(config, world, sources), **label.row(), **beginning.row}
+            row = {**run_row(config, world, sources), **identity.row(), **beginning.row}
             writer.update_run(**row, status="running", started=datetime.now(UTC))
         with mirrored(config.results, writer.paths, ownership) as stored:
             _go(world, stages, writer, beginning, make_executor, watcher or Watcher(), stored)
@@ -178,14 +178,14 @@ def resume_run(
     run_id: str,
     make_executor: MakeExecutor,
     watcher: Watcher | None = None,
-    label: Label | None = None,
+    identity: RunIdentity | None = None,
     *,
     changed_plugins: bool = False,
     take_over: bool = False,
 ) -> str:
     """Continues a run from its last checkpoint; without one it starts at round 0.
 
-    `label` is only used for a run that was killed before its row was written.
+    `identity` is only used for a run that was killed before its row was written.
     `changed_plugins` allows that its plug-ins' sources have changed; `take_over` replaces the lease at a URL.
     Raises ValueError, before anything is changed, for a checkpoint of another configuration, a damaged checkpoint, and
     changed plug-ins, data and input files.
@@ -199,7 +199,9 @@ def resume_run(
     with owned_run(config, paths, take_over=take_over) as ownership:
         fetch(config.results, [run_id], owned=run_id)
         check_files(paths)
-        _resume(config, paths, make_executor, watcher or Watcher(), label or Label(), ownership, changed_plugins)
+        _resume(
+            config, paths, make_executor, watcher or Watcher(), identity or RunIdentity(), ownership, changed_plugins
+        )
     return run_id
 
 
@@ -208,11 +210,11 @@ def _resume(
     paths: RunPaths,
     make_executor: MakeExecutor,
     watcher: Watcher,
-    label: Label,
+    identity: RunIdentity,
     ownership: Ownership,
     changed_plugins: bool,
 ) -> None:
-    if config.name != read_names(paths.artifacts).name and label.ablation is None:
+    if config.name != read_names(paths.artifacts).name and identity.ablation is None:
         check_name_is_free(paths.root, config)
     world = stored_world(paths, config)
     stages = planned_stages(world)
@@ -231,7 +233,7 @@ def _resume(
         beginning = _going_on(world, writer, state)
     else:  # killed before its row was written, and so before its first round: it starts again
         beginning = _beginning(world, writer)
-        row = {**run_row(config, world, sources), **label.row()}
+        row = {**run_row(config, world, sources), **identity.row()}
         writer.update_run(**row, started=datetime.now(UTC))
     if changed:
         keep_changed(writer, sources, changed)
@@ -377,7 +379,7 @@ def run_to_end(
     make_executor: MakeExecutor,
     watcher: Watcher,
     resume: Resume | None = None,
-    label: Label | None = None,
+    identity: RunIdentity | None = None,
 ) -> RunEnd:
     """Starts or resumes a run and returns its ending; all other errors are raised."""
     run_ids: list[str] = []
@@ -393,10 +395,10 @@ def run_to_end(
     try:
         with blaming_own(RunFailedError, InterruptedRunError, MirrorError, OwnershipLostError):
             if resume is None:
-                start_run(config, make_executor, watched, label)
+                start_run(config, make_executor, watched, identity)
             else:
                 allowed = {"changed_plugins": resume.changed, "take_over": resume.take_over}
-                resume_run(config, resume.run_id, make_executor, watched, label, **allowed)
+                resume_run(config, resume.run_id, make_executor, watched, identity, **allowed)
     except (MirrorError, OwnershipLostError) as error:
         return ended("infrastructure", str(error))
     except ValueError as error:  # if it has begun, its rows and its checkpoint are there to be resumed

@@ -22,7 +22,7 @@ from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.runs.run import Label
+from fedloom.platform.runs.run import RunIdentity
 
 RUN = "20260101-000000-tiny-abcdef-0000"
 TINY = [
@@ -53,8 +53,8 @@ def make(tmp_path: Path) -> Make:
 
     def job(*overrides: str, stage: str | None = None, replay: bool = False, results: str = "") -> Job:
         config: RunConfig = compose_config([*TINY, f"results={results or tmp_path}", *overrides])
-        label = Label(RUN, "20260101-000000-tiny-abcdef", 0, {"lr": 0.1})
-        return Job(0, asdict(config), label, stage, replay)
+        identity = RunIdentity(RUN, "20260101-000000-tiny-abcdef", 0, {"lr": 0.1})
+        return Job(0, asdict(config), identity, stage, replay)
 
     return job
 

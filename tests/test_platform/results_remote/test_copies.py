@@ -18,7 +18,7 @@ from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import Label, start_run
+from fedloom.platform.runs.run import RunIdentity, start_run
 
 Elastic = Callable[..., RunConfig]
 Machine = Callable[[str], None]
@@ -63,4 +63,4 @@ def test_an_id_that_is_used_at_the_url_is_refused_on_another_machine(
     copied: Any, machine: Machine, elastic_config: Elastic, serial: Serial
 ) -> None:
     with pytest.raises(ValueError, match=f"run '{copied.run_id}' exists"):
-        start_run(elastic_config(results=copied.url), serial, label=Label(run_id=copied.run_id))
+        start_run(elastic_config(results=copied.url), serial, identity=RunIdentity(run_id=copied.run_id))

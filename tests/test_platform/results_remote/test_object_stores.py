@@ -17,7 +17,7 @@ from fedloom.platform.results.copies import check_results, fetch
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.store import local_root, open_target
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import Label, Watcher, resume_run, start_run
+from fedloom.platform.runs.run import RunIdentity, Watcher, resume_run, start_run
 
 Elastic = Callable[..., RunConfig]
 Machine = Callable[[str], None]
@@ -66,7 +66,7 @@ def test_a_run_on_s3_goes_on_on_another_machine(
     config = elastic_config(results=s3_url)
     whole = stable_rows(copied.root, copied.run_id)  # of the same configuration, never interrupted
     with pytest.raises(RuntimeError, match="stopped after round 1"):
-        start_run(config, serial, Watcher(should_stop=interrupt), Label(run_id="mine"))
+        start_run(config, serial, Watcher(should_stop=interrupt), RunIdentity(run_id="mine"))
     machine("b")
     resume_run(config, "mine", serial)
     machine("c")
