@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         complain("interrupted")
         code = INTERRUPTED
+    atexit.register(gc.freeze)  # else garbage is looked for in all of torch once more: a sixth of a refusal's time
     # Registered last and so called first: a second Ctrl-C while Ray ends would print a traceback.
     atexit.register(_leave_in_peace)
     sys.exit(code)
