@@ -18,7 +18,6 @@ from fedloom.platform.clients.execution import (
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage, TrainingStage
 from fedloom.platform.federation.forecast import macs_left
-from fedloom.platform.federation.world import World
 from fedloom.platform.spaces.slices import TensorGroup, Weights
 
 
@@ -42,11 +41,11 @@ class DryExecutor(SerialExecutor):
     """Counts every assignment in this process instead of executing it."""
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        return super().run([replace(chunk, assignments=_accounted(chunk.assignments)) for chunk in chunks], weights)
-
-
-def _accounted(assignments: Sequence[Assignment]) -> tuple[Assignment, ...]:
-    return tuple(replace(a, task=Accounted(cast(AccountableTask, a.task))) for a in assignments)
+        counted = []
+        for chunk in chunks:
+            assignments = (replace(a, task=Accounted(cast(AccountableTask, a.task))) for a in chunk.assignments)
+            counted.append(replace(chunk, assignments=tuple(assignments)))
+        return super().run(counted, weights)
 
 
 class DryStage(Stage):
@@ -102,8 +101,3 @@ def is_countable(stage: Stage) -> bool:
     if stage.rounds_left(state) <= 0:
         return False
     return all(isinstance(a.task, AccountableTask) for a in stage.plan(state).assignments if a.client_id is not None)
-
-
-def dry_executor(world: World) -> DryExecutor:
-    """The executor of a dry run, whatever executor is configured."""
-    return DryExecutor(Worker(world.spec))

@@ -47,13 +47,11 @@ def round_line(p: "RoundProgress") -> str:
     if p.bytes_down:
         parts.append(f"down {as_bytes(p.bytes_down)} up {as_bytes(p.bytes_up)}")
     parts.append(f"{p.wall_s:.2f} s")
-    return "  ".join([*parts, *_left(p)])
-
-
-def _left(p: "RoundProgress") -> list[str]:
-    if p.left_s is not None:
-        return [f"left {as_time(p.left_s)}"] if p.left_s > 0 else []
-    return [f"left {as_time(p.stage_left_s)} in this stage"] if p.stage_left_s else []
+    if p.left_s is None and p.stage_left_s:
+        parts.append(f"left {as_time(p.stage_left_s)} in this stage")
+    elif p.left_s is not None and p.left_s > 0:
+        parts.append(f"left {as_time(p.left_s)}")
+    return "  ".join(parts)
 
 
 CONSOLE = logging.getLogger("fedloom.console")

@@ -39,7 +39,7 @@ from fedloom.platform.results.paths import (
 from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
 from fedloom.platform.results.store import is_remote, local_root
 from fedloom.platform.results.writer import RunWriter
-from fedloom.platform.runs.dry_run import dry_executor, dry_stages
+from fedloom.platform.runs.dry_run import DryExecutor, dry_stages
 from fedloom.platform.runs.logs import CONSOLE, and_logged, close_log, log_to
 from fedloom.platform.runs.resuming import check_name_is_free, owned_run, what_is_computed
 from fedloom.platform.runs.run_files import (
@@ -293,7 +293,7 @@ def _go(
     recorder = Recorder(writer, asdict(config), beginning.saved, events, stored)
     try:
         with _end_written(recorder, status):
-            executor = dry_executor(world) if config.dry_run else make_executor(world)
+            executor = DryExecutor(Worker(world.spec)) if config.dry_run else make_executor(world)
             status.write(message="")
             loop = Loop(
                 stages,
