@@ -130,8 +130,8 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
     if config.ray.address != "auto":
         raise ValueError(f"ray.address={config.ray.address}: a job runs on the cluster that has it; leave this out")
     shipment = plan_shipment(include)
-    table, shipped_names = config.tiers.device_table, {str(file.target) for file in shipment.files}
-    if table not in (None, GENERATED, *shipped_names) and not Path(table).is_absolute():
+    table, targets = config.tiers.device_table, {str(file.target) for file in shipment.files}
+    if table is not None and table not in (GENERATED, *targets) and not Path(table).is_absolute():
         raise ValueError(f"tiers.device_table={table} is not shipped: add --include {table}")
     return PreparedJob(entry_point(command, sent), shipment)
 

@@ -90,14 +90,7 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
 
 def _through_server(config: RunConfig, view: View, resume: Resume | None, planned: Sequence[str] = ()) -> RunEnd:
     """`planned` are the warnings of planning, which the server plans again."""
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
-    # On the driver's node if the results are a local path, since the user reads them there; a driver that is connected
-    # through ray://... is not on a node of the cluster.
-    remote_driver = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
-    if "://" not in config.results and not remote_driver and get_current_placement_group() is None:
-        node_id = ray.get_runtime_context().get_node_id()
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    server = RemoteServer.options(**options).remote()
+    server = RemoteServer.options(num_cpus=0, max_restarts=0, **_where_results_are(config.results)).remote()
     ending = server.run.remote(config, resume)
     shown = _Shown(view, planned)
     try:
@@ -112,12 +105,25 @@ def _through_server(config: RunConfig, view: View, resume: Resume | None, planne
             paths = run_paths(local_root(config.results), config.experiment, end.run_id)
             mark_interrupted(config.results, paths, end.message)
     except RayError as error:
-        # One short line; Ray's own text is many, about its logs, and says no more about the cause.
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        cause = textwrap.shorten(first.partition(". ")[0].rstrip(".:"), LONGEST_CAUSE, placeholder=" ...")
-        message = f"the run's server process is gone ({cause}): Ray was stopped, or the process or its node died"
-        end = RunEnd(shown.run_id, "infrastructure", message)
+        end = RunEnd(shown.run_id, "infrastructure", _lost_server(error))
     return end
+
+
+def _lost_server(error: RayError) -> str:
+    """One short line; Ray's own text is many, about its logs, and says no more about the cause."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    cause = textwrap.shorten(first.partition(". ")[0].rstrip(".:"), LONGEST_CAUSE, placeholder=" ...")
+    return f"the run's server process is gone ({cause}): Ray was stopped, or the process or its node died"
+
+
+def _where_results_are(results: str) -> dict[str, Any]:
+    """The server's placement: on the driver's node if the results are a local path, since the user reads them there."""
+    # A driver that is connected through ray://... is not on a node of the cluster.
+    remote_driver = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
+    if "://" in results or remote_driver or get_current_placement_group() is not None:
+        return {}
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 class _Shown:
