@@ -17,17 +17,17 @@ from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.averaging.aggregators import AGGREGATORS
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES
-from fedloom.platform.averaging.shares import SHARES_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
 from fedloom.platform.clients.local_rules import LOCAL_RULES
 from fedloom.platform.clients.objectives import OBJECTIVES
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.sources import DATASETS, TORCHVISION
-from fedloom.platform.federation.budgets import BUDGETS
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.distribution import HEURISTICS
 from fedloom.platform.federation.selection import SELECTION_RULES
+from fedloom.platform.federation.tiers import BUDGETS
+from fedloom.platform.methods.distribution import HEURISTICS
 from fedloom.platform.methods.registry import METHODS
+from fedloom.platform.methods.shares import SHARES_RULES
 from fedloom.platform.plugins import Registry, nearest
 from fedloom.platform.search.predictors import PREDICTORS
 from fedloom.platform.search.registry import SEARCHERS
@@ -170,7 +170,7 @@ def known_code(words: Sequence[str]) -> list[PluginPoint]:
     Raises ValueError for a word that no plug-in point contains.
     """
     methods = [Code(name, _first_line(sys.modules[m.config.__module__])) for name, m in METHODS.items()]
-    form = "a fedloom.platform.federation.algorithm.Method"
+    form = "a fedloom.platform.federation.method.Method"
     points = [PluginPoint("method", ("method",), form, tuple(methods)), *map(_point, REGISTRIES)]
     for word in words:
         if not any(point.has(word) for point in points):

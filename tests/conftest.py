@@ -106,7 +106,7 @@ def remembered_spaces(spaces: dict[str, SearchSpace], monkeypatch: pytest.Monkey
             spaces[repr(config)] = build_space(config)
         return spaces[repr(config)]
 
-    monkeypatch.setattr("fedloom.platform.federation.building.build_space", remembered)
+    monkeypatch.setattr("fedloom.platform.federation.world.build_space", remembered)
 
 
 @pytest.fixture

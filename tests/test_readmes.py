@@ -26,8 +26,8 @@ from fedloom.experiments.cli import HANDLERS
 from fedloom.experiments.runs.configuration import change_stored, compose_config
 from fedloom.experiments.runs.presets import ablations, experiments
 from fedloom.platform.data.sources import DATASETS
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import METHODS, find_method
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.runs.run import planned_stages

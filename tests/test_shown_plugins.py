@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import torch
 
-from fedloom.platform.averaging.shares import SharesConfig, Sharing, shares_of
 from fedloom.platform.averaging.weighting import Work, weighting_rule
 from fedloom.platform.clients.objectives import OBJECTIVES
 from fedloom.platform.data.augment import AUGMENTATIONS
@@ -17,8 +16,9 @@ from fedloom.platform.data.source import Source
 from fedloom.platform.data.sources import find_source
 from fedloom.platform.data.speech import mfcc
 from fedloom.platform.data.tokens import TokenSource
-from fedloom.platform.federation.budgets import BUDGETS
-from fedloom.platform.federation.distribution import Distribution, distribute
+from fedloom.platform.federation.tiers import BUDGETS
+from fedloom.platform.methods.distribution import Distribution, distribute
+from fedloom.platform.methods.shares import SharesConfig, Sharing, shares_of
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval
 from fedloom.platform.search.config import SearchConfig, SearchProblem

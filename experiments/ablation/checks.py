@@ -10,7 +10,7 @@ from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_tria
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.costs import RunCosts
+from fedloom.platform.federation.tiers import RunCosts
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.runs.run import planned_stages, planned_world

@@ -112,7 +112,7 @@ def platform(overrides: list[str], actors: int, device: str) -> dict[str, Any]:
 def plain(overrides: list[str], processes: int, device: str) -> dict[str, Any]:
     """Measures so many processes that train the clients of the first round at the same time."""
     from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.federation.building import build_world
+    from fedloom.platform.federation.world import build_world
 
     build_world(compose_config(overrides))  # prepares the data, which the processes then find
     context = multiprocessing.get_context("spawn")
@@ -143,7 +143,7 @@ def train_part(part: int, overrides: list[str], processes: int, device: str, bar
     from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.federation.algorithm import RunState
-    from fedloom.platform.federation.building import build_world
+    from fedloom.platform.federation.world import build_world
     from fedloom.platform.methods.registry import build_stages
 
     torch.set_num_threads(1)

@@ -26,8 +26,8 @@ from fedloom.platform.clients.networks import Countable, Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET, RunState, TrainingStage
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.training_config import local_sgd
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.slices import Architecture
 

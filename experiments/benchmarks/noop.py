@@ -18,7 +18,8 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.algorithm import Method, Stage, TrainingStage, to_all
+from fedloom.platform.federation.algorithm import TrainingStage, to_all
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.settings import ONE_OR_MORE, ZERO_OR_MORE

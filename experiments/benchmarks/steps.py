@@ -83,7 +83,7 @@ def measured(overrides: list[str], *, profile: bool) -> list[float]:
     from fedloom.platform.clients.execution import SharedWeights, run_assignment
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.federation.algorithm import RunState
-    from fedloom.platform.federation.building import build_world
+    from fedloom.platform.federation.world import build_world
     from fedloom.platform.methods.registry import build_stages
 
     torch.set_num_threads(1)

@@ -19,11 +19,11 @@ from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.federated import size_variation
 from fedloom.platform.data.sources import PUBLISHED
-from fedloom.platform.federation.algorithm import RunState, Stage
-from fedloom.platform.federation.building import split_into_tiers
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.costs import measure_costs
 from fedloom.platform.federation.forecast import kind_of, macs_left
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.tiers import measure_costs, split_into_tiers
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.tier_search import TierSearchConfig

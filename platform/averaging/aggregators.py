@@ -15,18 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.average import (
-    Averaged,
-    Coverage,
-    Update,
-    WeightedSums,
-    check_weights,
-    inside,
-    part_in,
-    part_of,
-)
+from fedloom.platform.averaging.average import Averaged, Coverage, Update, WeightedSums, check_weights
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped
-from fedloom.platform.spaces.slices import Region, Weights, bytes_of
+from fedloom.platform.spaces.slices import Region, Weights, bytes_of, inside, part_in, part_of
 
 MEAN = "mean"
 """The aggregator for which partial sums are enough."""

@@ -12,7 +12,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from fedloom.platform.spaces.slices import Region, SliceMap, Weights
+from fedloom.platform.spaces.slices import Region, SliceMap, Weights, inside, part_in, part_of, whole_region
 
 MASKED = torch.int32
 """The type of masked updates: residues modulo 2^32."""
@@ -49,7 +49,7 @@ class Update:
     def parts(self, name: str) -> Iterator[tuple[Region, Tensor]]:
         """What counts of a tensor, and where it lies in the supernet's."""
         tensor, piece = self.tensors[name], self.slices[name]
-        region = piece.region if piece.region is not None else tuple((0, n) for n in tensor.shape)
+        region = whole_region(tensor) if piece.region is None else piece.region
         if name not in self.rows:
             yield region, tensor
             return
@@ -65,6 +65,11 @@ class Coverage:
     weight: float = 0.0
     contributors: int = 0
     weighted_factors: float = 0.0
+
+    @classmethod
+    def of(cls, weight: float, factor: float) -> "Coverage":
+        """The coverage by one update; one of weight 0, which only masked updates have, contributes nothing."""
+        return cls(weight, 1 if weight else 0, weight * factor)
 
     @property
     def factor(self) -> float:
@@ -107,32 +112,27 @@ class TensorSum:
         # Faster than zeros plus an addition: newly allocated memory is written once, not twice.
         total = tensor * weight if tensor.dtype.is_floating_point else tensor.clone()
         # In one memory format whatever the client computed in: only such arrays travel without a copy.
-        total = total.contiguous()
-        return cls(region, total, {region: _coverage(weight, factor)})
+        return cls(region, total.contiguous(), {region: Coverage.of(weight, factor)})
 
     def include(self, region: Region) -> None:
         """Grows the box to contain the region."""
-        if region == self.box or all(b[0] <= r[0] and r[1] <= b[1] for b, r in zip(self.box, region, strict=True)):
+        if inside(region, self.box):
             return
         box = tuple((min(b[0], r[0]), max(b[1], r[1])) for b, r in zip(self.box, region, strict=True))
-        total, self.total, inner = self.total.new_zeros([stop - start for start, stop in box]), self.total, self.box
-        part_in(total, box, inner).copy_(self.total)
+        total = self.total.new_zeros([stop - start for start, stop in box])
+        part_in(total, box, self.box).copy_(self.total)
         self.box, self.total = box, total
-
-    def view(self, region: Region) -> Tensor:
-        """The sum on a region inside the box, as a view."""
-        return part_in(self.total, self.box, region)
 
     def add(self, region: Region, tensor: Tensor, weight: float, factor: float = 1.0) -> None:
         """Adds `weight * tensor` on the region."""
         self.include(region)
-        _accumulate(self.view(region), tensor, weight)
-        self.coverage.setdefault(region, Coverage()).add(_coverage(weight, factor))
+        _accumulate(part_in(self.total, self.box, region), tensor, weight)
+        self.coverage.setdefault(region, Coverage()).add(Coverage.of(weight, factor))
 
     def merge(self, other: "TensorSum") -> None:
         """Adds the partial sum of a later chunk."""
         self.include(other.box)
-        _accumulate(self.view(other.box), other.total, 1.0)
+        _accumulate(part_in(self.total, self.box, other.box), other.total, 1.0)
         for region, coverage in other.coverage.items():
             self.coverage.setdefault(region, Coverage()).add(coverage)
 
@@ -164,33 +164,16 @@ class TensorSum:
         result = self.total if whole else old.clone()
         for region, coverage, enough in cells:
             target = part_of(result, region)
-            if enough:
-                _write_mean(target, self.view(region), coverage.weight, part_of(old, region), whole_weight)
+            before, total = part_of(old, region), part_in(self.total, self.box, region)
+            if enough and not total.dtype.is_floating_point:
+                target.copy_(total)
+            elif enough and whole_weight > coverage.weight:
+                torch.div(total.add(before, alpha=whole_weight - coverage.weight), whole_weight, out=target)
+            elif enough:
+                torch.div(total, coverage.weight, out=target)
             elif whole:
-                target.copy_(part_of(old, region))
+                target.copy_(before)
         return result, reached
-
-
-def _coverage(weight: float, factor: float) -> Coverage:
-    """That of one update; one of weight 0, which only masked updates have, contributes nothing."""
-    return Coverage(weight, 1 if weight else 0, weight * factor)
-
-
-def part_of(tensor: Tensor, region: Region) -> Tensor:
-    """A view of a region of a full tensor."""
-    return tensor[tuple(slice(start, stop) for start, stop in region)]
-
-
-def part_in(tensor: Tensor, box: Region, region: Region) -> Tensor:
-    """A view of a region of a tensor that is stored on the box."""
-    if region == box:
-        return tensor
-    return tensor[tuple(slice(r[0] - b[0], r[1] - b[0]) for b, r in zip(box, region, strict=True))]
-
-
-def inside(cell: Region, region: Region) -> bool:
-    """Whether a region holds a cell as a whole."""
-    return all(r[0] <= c[0] and c[1] <= r[1] for c, r in zip(cell, region, strict=True))
 
 
 def _accumulate(total: Tensor, tensor: Tensor, weight: float) -> None:
@@ -272,8 +255,8 @@ class WeightedSums:
         if self.whole_weight and self.updates >= fewest:
             fewest = 1  # who does not hold a scalar contributes its old value
         done = {
-            name: own.finish(old[name], 1 if name in singly else fewest, self.whole_weight)
-            for name, own in self.tensors.items()
+            name: tensor_sum.finish(old[name], 1 if name in singly else fewest, self.whole_weight)
+            for name, tensor_sum in self.tensors.items()
         }
         weights = {**old, **{name: tensor for name, (tensor, _) in done.items()}}
         return Averaged(weights, {name: covered for name, (_, covered) in done.items() if covered})
@@ -288,29 +271,18 @@ def check_weights(update: Update) -> None:
 
     It is asked before the first tensor is added, because a partly added update cannot be removed from the sums.
     """
-    _check_weight("everything that is not held", update.unheld)
+    weights = {"everything that is not held": update.unheld}
     for name in update.tensors:
         if name not in update.weights:
             raise ValueError(f"the weighting rule gave no weight for {name}: give one to every tensor of the update")
-        _check_weight(name, update.weights[name])
-
-
-def _check_weight(name: str, weight: float) -> None:
-    if not 0.0 <= weight < math.inf:
-        raise ValueError(f"the weight of {name} is {weight}: weights are finite and at least 0")
-    if weight and not LIGHTEST <= weight <= HEAVIEST:
-        raise ValueError(
-            f"the weight of {name} is {weight}: sums of float32 need weights of 0, or of {LIGHTEST} to {HEAVIEST}"
-        )
-
-
-def _write_mean(target: Tensor, total: Tensor, weight: float, old: Tensor, whole_weight: float) -> None:
-    if not total.dtype.is_floating_point:
-        target.copy_(total)
-    elif whole_weight > weight:
-        torch.div(total.add(old, alpha=whole_weight - weight), whole_weight, out=target)
-    else:
-        torch.div(total, weight, out=target)
+        weights[name] = update.weights[name]
+    for name, weight in weights.items():
+        if not 0.0 <= weight < math.inf:
+            raise ValueError(f"the weight of {name} is {weight}: weights are finite and at least 0")
+        if weight and not LIGHTEST <= weight <= HEAVIEST:
+            raise ValueError(
+                f"the weight of {name} is {weight}: sums of float32 need weights of 0, or of {LIGHTEST} to {HEAVIEST}"
+            )
 
 
 def average(old: Weights, updates: Iterable[Update], min_contributors: int = 1) -> dict[str, Tensor]:
@@ -325,20 +297,3 @@ def average(old: Weights, updates: Iterable[Update], min_contributors: int = 1) 
     for update in updates:
         sums.add(update)
     return sums.finish(old, min_contributors).weights
-
-
-@torch.no_grad()
-def first_not_finite(tensors: Weights) -> str | None:
-    """The name of the first floating-point tensor with a NaN or infinite value, None if all are finite."""
-    # One reduction per tensor and one device synchronisation in all: a sum is finite only if all of its entries are. A
-    # sum of finite entries that overflows also means that training diverged.
-    sums = {name: tensor.sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
-    if not sums:
-        return None
-    found = list(sums.values())
-    if len({each.dtype for each in found}) > 1:
-        found = [each.double() for each in found]
-    if math.isfinite(torch.stack(found).sum().item()):
-        return None
-    # The sum over all tensors may overflow while each tensor's own is finite.
-    return next((name for name, each in sums.items() if not math.isfinite(each.item())), None)

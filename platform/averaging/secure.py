@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.average import MASKED, TensorSum, Update, WeightedSums, part_in, part_of
+from fedloom.platform.averaging.average import MASKED, TensorSum, Update, WeightedSums
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic
 from fedloom.platform.seeding import stream
-from fedloom.platform.spaces.slices import Region, Slice, SliceMap, Weights
+from fedloom.platform.spaces.slices import Region, Slice, SliceMap, Weights, part_in, part_of, whole_region
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ LOW, HIGH = -(2**31), 2**31
 # -- shares of secrets -------------------------------------------------------------------------------------------------
 
 
-def shares_of(secret: int, holders: Sequence[int], needed: int, rng: np.random.Generator) -> dict[int, int]:
+def secret_shares(secret: int, holders: Sequence[int], needed: int, rng: np.random.Generator) -> dict[int, int]:
     """Shamir's shares of a secret for each holder (ids of at least 0), of which `needed` restore it."""
     words = [secret, *(int.from_bytes(rng.bytes(16), "little") % PRIME for _ in range(needed - 1))]
 
@@ -58,7 +58,7 @@ def shares_of(secret: int, holders: Sequence[int], needed: int, rng: np.random.G
     return {holder: at(holder + 1) for holder in holders}
 
 
-def restored(shares: Mapping[int, int]) -> int:
+def restored_secret(shares: Mapping[int, int]) -> int:
     """The secret of enough shares (Lagrange's polynomial at 0)."""
     secret = 0
     for holder, share in shares.items():
@@ -93,13 +93,13 @@ class SecureAggregation(Processor):
     def begun(self, context: ServerContext) -> SecureRound:
         """The round's masks, of the regions that its clients hold."""
         held = {client: _regions(slices, context.old) for client, slices in context.held().items()}
-        needed, place = needed_of(len(held), self.survivors), (context.stage, context.round)
-        return SecureRound(context.seed, place, _shared(held), needed, self.fraction_bits, context.min_contributors)
+        needed, names = needed_of(len(held), self.survivors), (context.stage, context.round)
+        return SecureRound(context.seed, names, _shared(held), needed, self.fraction_bits, context.min_contributors)
 
 
 def _regions(slices: SliceMap, old: Weights) -> Held:
     """The region of every shared tensor that a client with these slices holds."""
-    return {p.source: _whole(old[p.source]) if p.region is None else p.region for p in slices.values()}
+    return {p.source: whole_region(old[p.source]) if p.region is None else p.region for p in slices.values()}
 
 
 def _shared(held: Mapping[int, Held]) -> dict[int, Held]:
@@ -116,7 +116,7 @@ class SecureRound(Processor):
     """What all clients of a round agree on before it.
 
     Attributes:
-        seed, place: the run's seed, and the stage and round, from which all secrets derive.
+        seed, names: the run's seed, and the stage and round, from which all secrets derive.
         held: what each client of the cohort holds.
         needed: t, the survivors without whom nothing is revealed.
         fraction_bits: the binary places of fixed point.
@@ -124,7 +124,7 @@ class SecureRound(Processor):
     """
 
     seed: int
-    place: tuple[str | int, ...]
+    names: tuple[str | int, ...]
     held: Mapping[int, Held]
     needed: int
     fraction_bits: int = 16
@@ -139,7 +139,7 @@ class SecureRound(Processor):
         return self._secret("pair", min(client, other), max(client, other))
 
     def _secret(self, *what: str | int) -> int:
-        return int(stream(self.seed, "secure", *self.place, *what).integers(2**63))
+        return int(stream(self.seed, "secure", *self.names, *what).integers(2**63))
 
     # -- the client ------------------------------------------------------------------------------------------------
 
@@ -214,8 +214,8 @@ class SecureRound(Processor):
         if len(survivors) < self.needed:
             return None
         helpers = sorted(survivors)[: self.needed]
-        found = WeightedSums(updates=sums.updates)
-        totals = {name: own.total.clone() for name, own in sums.tensors.items() if own.total.dtype == MASKED}
+        unmasked = WeightedSums(updates=sums.updates)
+        totals = {name: part.total.clone() for name, part in sums.tensors.items() if part.total.dtype == MASKED}
         for client in survivors:
             seed = self._revealed("own", client, helpers)
             for source, region in self.held[client].items():
@@ -227,8 +227,8 @@ class SecureRound(Processor):
                 self._remove_pair(totals, sums, client, gone, helpers)
         for name, own_sum in sums.tensors.items():
             if name in totals:
-                found.tensors[name] = self._decoded(own_sum, totals[name], old[name])
-        return found
+                unmasked.tensors[name] = self._decoded(own_sum, totals[name], old[name])
+        return unmasked
 
     def _remove_pair(
         self, totals: Mapping[str, Tensor], sums: WeightedSums, client: int, gone: int, helpers: Sequence[int]
@@ -246,9 +246,9 @@ class SecureRound(Processor):
     def _revealed(self, kind: str, client: int, helpers: Sequence[int], *other: int) -> int:
         """A secret as the helpers' shares restore it."""
         secret = self._secret(kind, client, *other)
-        rng = stream(self.seed, "shares", *self.place, kind, client, *other)
-        shares = shares_of(secret, sorted(self.held), self.needed, rng)
-        return restored({helper: shares[helper] for helper in helpers})
+        rng = stream(self.seed, "shares", *self.names, kind, client, *other)
+        shares = secret_shares(secret, sorted(self.held), self.needed, rng)
+        return restored_secret({helper: shares[helper] for helper in helpers})
 
     def _decoded(self, masked: TensorSum, total: Tensor, old: Tensor) -> TensorSum:
         """The sum of weighted changes as one of weighted values, which is what a mean is made of."""
@@ -282,12 +282,8 @@ def _noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.empty(tuple(shape), dtype=MASKED).random_(LOW, HIGH, generator=generator)
 
 
-def _whole(tensor: Tensor) -> Region:
-    return tuple((0, n) for n in tensor.shape)
-
-
 def _region(piece: Slice, tensor: Tensor) -> Region:
-    return piece.region if piece.region is not None else _whole(tensor)
+    return piece.region if piece.region is not None else whole_region(tensor)
 
 
 def _shape(region: Region) -> tuple[int, ...]:
@@ -295,5 +291,5 @@ def _shape(region: Region) -> tuple[int, ...]:
 
 
 def _common(one: Region, other: Region) -> Region | None:
-    found = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
-    return found if all(start < stop for start, stop in found) else None
+    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None

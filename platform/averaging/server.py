@@ -14,10 +14,10 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Averaged, part_of
+from fedloom.platform.averaging.average import Averaged
 from fedloom.platform.plugins import PluginError, Registry, Shipped, is_import_path
 from fedloom.platform.settings import POSITIVE
-from fedloom.platform.spaces.slices import Region, Weights
+from fedloom.platform.spaces.slices import Region, Weights, part_of
 
 DECAY = Interval(ge=0, lt=1)
 
@@ -189,8 +189,8 @@ def serve(
         result = old[name].clone()
         for region, coverage in covered.items():
             mean, before = part_of(averaged.weights[name], region), part_of(old[name], region)
-            own = partial(memory.part, name, old[name], region)
-            values = rule(ServerStep(name, before, mean, coverage.contributors, about, own, coverage.factor))
+            state_of = partial(memory.part, name, old[name], region)
+            values = rule(ServerStep(name, before, mean, coverage.contributors, about, state_of, coverage.factor))
             part_of(result, region).copy_(checked_values(values, before, name, "server rule", rule_name))
         weights[name] = result
     return weights, memory.tensors

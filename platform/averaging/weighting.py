@@ -89,15 +89,26 @@ def weighting_traits(name: str) -> WeightingTraits:
 
 
 def weighting_rule(choice: ComponentSpec) -> WeightingRule:
-    """The chosen rule; PluginError if it does not exist, or when it does not return one weight per tensor."""
-    rule = WEIGHTING_RULES.make(choice)
-    if not is_import_path(choice.name):
-        return rule
+    """The chosen rule; PluginError if it does not exist, or when a user's does not return one weight per tensor."""
+    rule, blame = WEIGHTING_RULES.make(choice), f"weighting rule {choice.name!r}"
 
     def checked(work: Work) -> Mapping[str, float]:
-        return _checked(rule(work), work, choice.name)
+        weights = rule(work)
+        if not isinstance(weights, Mapping):
+            raise PluginError(f"{blame} gives {type(weights).__name__}: give a dictionary of one weight per tensor")
+        for name in work.seen_by_tensor:
+            if name not in weights:
+                raise PluginError(
+                    f"{blame} gives no weight for {name}: give one to every tensor of work.seen_by_tensor"
+                )
+            weight = weights[name]
+            if not isinstance(weight, Real) or not 0 <= weight < math.inf:
+                raise PluginError(
+                    f"{blame} gives {name} the weight {weight!r}: weights are finite numbers of at least 0"
+                )
+        return weights
 
-    return checked
+    return checked if is_import_path(choice.name) else rule
 
 
 def weights_of(rule: WeightingRule, work: Work) -> tuple[dict[str, float], float]:
@@ -105,16 +116,3 @@ def weights_of(rule: WeightingRule, work: Work) -> tuple[dict[str, float], float
     weights = rule(work)
     unheld = weights.unheld if isinstance(weights, Whole) else 0.0
     return {name: work.share * weight for name, weight in weights.items()}, work.share * unheld
-
-
-def _checked(weights: Mapping[str, float], work: Work, name: str) -> Mapping[str, float]:
-    blame = f"weighting rule {name!r}"
-    if not isinstance(weights, Mapping):
-        raise PluginError(f"{blame} gives {type(weights).__name__}: give a dictionary of one weight per tensor")
-    for tensor in work.seen_by_tensor:
-        if tensor not in weights:
-            raise PluginError(f"{blame} gives no weight for {tensor}: give one to every tensor of work.seen_by_tensor")
-        weight = weights[tensor]
-        if not isinstance(weight, Real) or not 0 <= weight < math.inf:
-            raise PluginError(f"{blame} gives {tensor} the weight {weight!r}: weights are finite numbers of at least 0")
-    return weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -206,3 +206,41 @@ def client_of(assignment: Assignment) -> int:
 def places_of(assignment: Assignment) -> tuple[str | int, ...]:
     """Stage, round and client: the key of every random stream of a client's task."""
     return (assignment.stage, assignment.round, client_of(assignment))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A row of the table `evaluations`; `round` is another than the one that ends, where that is not None."""
+
+    model: str
+    tier: str
+    architecture: str
+    client_id: int | None
+    split: str | None
+    metric: str
+    value: float
+    samples: int
+    detail: str | None
+    round: int | None = None
+
+
+def evaluations_of(
+    results: Iterable[ClientResult], tier: str | None = None, round_: int | None = None
+) -> list[Evaluation]:
+    """All measured values of these results; `tier` is the model's tier, by default the client's."""
+    return [
+        Evaluation(
+            model=m.model,
+            tier=result.tier if tier is None else tier,
+            architecture=m.architecture,
+            client_id=result.client_id,
+            split=m.split,
+            metric=m.metric,
+            value=m.value,
+            samples=m.samples,
+            detail=m.detail,
+            round=round_,
+        )
+        for result in results
+        for m in result.measurements
+    ]

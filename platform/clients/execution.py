@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
-from fedloom.platform.averaging.average import Update, WeightedSums, first_not_finite
+from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import (
     AccountableTask,
     Assignment,
@@ -28,7 +28,7 @@ from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.together import Together, trained_together
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
-from fedloom.platform.spaces.slices import Weights, bytes_of
+from fedloom.platform.spaces.slices import Weights, bytes_of, first_not_finite
 from fedloom.tiers.devices import EVALUATION_FACTOR, client_time_s
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.averaging.average import Update, first_not_finite
+from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.processors import Message, Processors, Traffic, expected_traffic, sent
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
 from fedloom.platform.clients.assignments import (
@@ -37,7 +37,7 @@ from fedloom.platform.clients.training import (
     train_locally,
 )
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.slices import FLOAT_BYTES, Slice, Weights, bytes_of, extract
+from fedloom.platform.spaces.slices import FLOAT_BYTES, Slice, Weights, bytes_of, extract, first_not_finite
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.networks import Countable, Network

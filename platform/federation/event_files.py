@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from fedloom.platform.federation.state import Row
+from fedloom.platform.federation.algorithm import Row
 from fedloom.platform.words import why
 
 logger = logging.getLogger(__name__)
@@ -123,17 +123,17 @@ def scalars(rows: Sequence[Row]) -> dict[str, float]:
         if table == "rounds":
             known = {name: row[name] for name in SCALARS if row.get(name) is not None}
             values |= {f"{row['stage']}/{name}": float(value) for name, value in known.items()}
-    found = [row for table, row in rows if table == "evaluations" and row["stage"] == FINAL]
-    return values | final_scores([row for row in found if row.get("value") is not None and row.get("detail") is None])
+    final = [row for table, row in rows if table == "evaluations" and row["stage"] == FINAL]
+    return values | final_scores([row for row in final if row.get("value") is not None and row.get("detail") is None])
 
 
-def final_scores(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def final_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The server's scores by tag, or if only clients have scores their unweighted mean over clients."""
-    central = [row for row in found if row.get("client_id") is None]
+    central = [row for row in rows if row.get("client_id") is None]
     if central:
         return {_tag(row, _whose(row)): float(row["value"]) for row in central}
     by_tag: dict[str, list[float]] = {}
-    for row in found:
+    for row in rows:
         by_tag.setdefault(_tag(row, "mean_over_clients"), []).append(float(row["value"]))
     return {tag: fmean(values) for tag, values in by_tag.items()}
 

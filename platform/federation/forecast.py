@@ -11,7 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fedloom.platform.federation.state import RunState, Stage
+    from fedloom.platform.federation.algorithm import RunState
+    from fedloom.platform.federation.method import Stage
 
 FURTHEST = 2.0
 """A kind's rate is trusted for up to so many times the MACs that it was measured on: a small network's steps take
@@ -124,17 +125,17 @@ class Forecast:
         return Left(stage_s, stage_s + math.fsum(known) if is_known else None)
 
     def _stage_s(self, number: int, rounds_left: int) -> float:
-        own = self._of_stage[number]
-        if self._macs is not None and own.macs > 0:
-            return self._macs * own.seconds / own.macs if rounds_left > 0 else 0.0
-        return rounds_left * own.seconds / own.rounds
+        measured = self._of_stage[number]
+        if self._macs is not None and measured.macs > 0:
+            return self._macs * measured.seconds / measured.macs if rounds_left > 0 else 0.0
+        return rounds_left * measured.seconds / measured.rounds
 
     def _seconds(self, stage: Stage, macs: float | None) -> float | None:
         kind = kind_of(stage)
         alike = [m for other, m in self._of_kind.items() if self._trains[other] == self._trains[kind]]
         sums = (sum(each, start=NOTHING) for each in (alike, self._of_kind.values()))
-        own = self._of_kind.get(kind, NOTHING)
-        candidates = (*((own,) if macs is not None and FURTHEST * own.macs >= macs else ()), *sums)
+        same = self._of_kind.get(kind, NOTHING)
+        candidates = (*((same,) if macs is not None and FURTHEST * same.macs >= macs else ()), *sums)
         measured = next((m for m in candidates if m.macs > 0), NOTHING)
         if macs is None or measured.macs == 0:
             return None

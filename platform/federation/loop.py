@@ -13,17 +13,14 @@ from typing import Any, TypeVar
 
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.assignments import Assignment, ClientResult, DeviceLostError
+from fedloom.platform.clients.assignments import Assignment, ClientResult, DeviceLostError, Evaluation
 from fedloom.platform.clients.execution import (
     ChunkResult,
     Executor,
     SharedWeights,
     make_chunks,
 )
-from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
-from fedloom.platform.federation.forecast import Forecast, Left
-from fedloom.platform.federation.recorder import Record, Recorder
-from fedloom.platform.federation.state import (
+from fedloom.platform.federation.algorithm import (
     CLIENT,
     Plan,
     PostRoundEvaluation,
@@ -31,8 +28,11 @@ from fedloom.platform.federation.state import (
     RoundUpdate,
     Row,
     RunState,
-    Stage,
 )
+from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
+from fedloom.platform.federation.forecast import Forecast, Left
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.plugins import NOT_CAUGHT, an, in_one_line, place_in_own
 from fedloom.platform.results.status import StatusFile
 from fedloom.tiers.devices import VirtualClock
@@ -138,13 +138,17 @@ class Loop:
             if state.round == 0:
                 with stage_work(stage.name, 0):
                     state = answered("begin", stage.begin(state), RunState)
-            while (left := self._rounds_left(stage, state)) > 0:
+            while True:
+                with stage_work(stage.name, state.round):
+                    left = answered("rounds_left", stage.rounds_left(state), int)
+                if left <= 0:
+                    break
                 state = self._round(stage, state, left)
             with stage_work(stage.name, None):
                 ended = answered("end", stage.end(state), RoundUpdate)
-            place, first = {"stage": stage.name, "round": state.round}, partial(self.ending, state)
+            names, first = {"stage": stage.name, "round": state.round}, partial(self.ending, state)
             state = replace(ended.state, stage=state.stage + 1, round=0)
-            self.recorder.submit(Record(rows_of(ended, place), [(place, m) for m in ended.models], state, first))
+            self.recorder.submit(Record(rows_of(ended, names), [(names, m) for m in ended.models], state, first))
             self._unsaved = None
         self.recorder.wait()
         return state
@@ -162,8 +166,8 @@ class Loop:
         self._warn_of_fallback(stage.name, state.round, clients)
         with stage_work(stage.name, state.round):
             merged = answered("merge", stage.merge(state, plan, result), RoundUpdate)
-        kept = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
-        merged = replace(merged, state=merged.state.with_client_states(kept))
+        client_states = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
+        merged = replace(merged, state=merged.state.with_client_states(client_states))
         if merged.evaluation is not None:
             merged = self._evaluated(stage, merged, merged.evaluation)
         with stage_work(stage.name, state.round):
@@ -177,8 +181,10 @@ class Loop:
         save = stop or after.round % self.checkpoint.every == 0
         # Until these rows are on disk the previous checkpoint stays: resuming from a later one would duplicate rows.
         self._unsaved = None
-        progress = self._progress(row, clients, merged, after, left)
-        self._record(merged, [*client_rows, ("rounds", row)], after if save else None, progress)
+        progress, names = self._progress(row, clients, merged, after, left), {"stage": stage.name, "round": state.round}
+        rows = [*client_rows, ("rounds", row), *rows_of(merged, names)]
+        models = [(names, model) for model in merged.models]
+        self.recorder.submit(Record(rows, models, after if save else None, then=lambda: self.watch(progress)))
         self._unsaved = None if save else after
         if stop:
             self.recorder.wait()
@@ -205,28 +211,25 @@ class Loop:
             to_come = self._forecast.left(left - 1)
         if not self._forecast.is_known and to_come.run_s != 0:
             to_come = Left(None, None)
-        return replace(
-            progress_of(row, left),
+        return RoundProgress(
+            **{f.name: row[f.name] for f in fields(RoundProgress) if f.name in row},
+            rounds_total=row["round"] + left,
             metric_of=split_of(clients),
-            validated=validated(merged.rows, row["round"], trained=any(result.steps for result in clients)),
+            validated=validated(merged.evaluations, row["round"], trained=any(result.steps for result in clients)),
             left_s=to_come.run_s,
             stage_left_s=to_come.stage_s,
             # A user's stage need not derive from Stage.
             counted=getattr(self.stages[after.stage], "counted", "rounds"),
         )
 
-    def _rounds_left(self, stage: Stage, state: RunState) -> int:
-        with stage_work(stage.name, state.round):
-            return answered("rounds_left", stage.rounds_left(state), int)
-
     def _evaluated(self, stage: Stage, merged: RoundUpdate, evaluation: PostRoundEvaluation) -> RoundUpdate:
-        """The round with the rows of its evaluation added."""
+        """The round with what its evaluation has measured added."""
         with stage_work(stage.name, merged.state.round):
             plan = checked_plan(evaluation.plan, merged.state)
         result = self._execute(plan, merged.state)
         self._check_failures(stage.name, merged.state.round, result.client_results, ())
         with stage_work(stage.name, merged.state.round):
-            return replace(merged, rows=[*merged.rows, *evaluation.rows(result)])
+            return replace(merged, evaluations=[*merged.evaluations, *evaluation.evaluations(result)])
 
     def _save_unsaved(self) -> None:
         """Checkpoints the last finished round if it has not been saved yet because of `checkpoint.every`."""
@@ -235,19 +238,18 @@ class Loop:
             self.recorder.wait()
             self._unsaved = None
 
-    def _record(
-        self, merged: RoundUpdate, rows: Sequence[Row], saved: RunState | None, progress: RoundProgress
-    ) -> None:
-        place = {"stage": progress.stage, "round": progress.round}
-        models = [(place, model) for model in merged.models]
-        record = Record([*rows, *rows_of(merged, place)], models, saved, then=lambda: self.watch(progress))
-        self.recorder.submit(record)
-
     def _execute(self, plan: Plan, state: RunState) -> RoundResult:
         failures = self.execution.failures
         attempts = failures.attempts if failures.policy == "retry" else 1
         size = plan.chunk_size or self.execution.chunk_size
-        chunks = make_chunks(with_own_states(plan.assignments, state), size, attempts, plan.stack, plan.keeps_updates)
+        assignments = plan.assignments
+        if any(name.startswith(CLIENT) for name in state.groups):
+            # Clients get their saved states, unless the stage has given them one.
+            assignments = [
+                replace(a, state=state.client_state(a.client_id)) if a.client_id is not None and a.state is None else a
+                for a in assignments
+            ]
+        chunks = make_chunks(assignments, size, attempts, plan.stack, plan.keeps_updates)
         weights = SharedWeights(state.weights(plan.group), state.version(plan.group))
         results = self.executor.run(chunks, weights)
         self.recorder.start()
@@ -262,7 +264,8 @@ class Loop:
             return
         clients = [r for r in results if r.client_id is not None]
         server = next((r for r in failed if r.client_id is None), None)
-        if server is None and allowed(self.execution.failures, len(failed), len(clients)):
+        policy = self.execution.failures
+        if server is None and policy.policy != "stop" and len(failed) <= policy.max_share * len(clients):
             return
         # The checkpoint first, because it covers all rows written before it.
         self._save_unsaved()
@@ -271,7 +274,7 @@ class Loop:
         self.recorder.wait()
         if server is not None:
             raise RunFailedError(f"{stage}, round {round_ + 1}: the server's own work failed: {server.error}")
-        first, policy = failed[0], self.execution.failures
+        first = failed[0]
         if all(result.error and _NOT_FINITE.search(result.error) for result in failed):
             raise RunFailedError(
                 f"{DIVERGED} in {stage}, round {round_ + 1}: loss or weights of {len(failed)} of {len(clients)} "
@@ -291,19 +294,19 @@ def stage_work(stage: str, round_: int | None) -> Iterator[None]:
 
     `round_` counts from 0; None is the stage's end.
     """
-    place = f"{stage}, at its end" if round_ is None else f"{stage}, round {round_ + 1}"
+    where = f"{stage}, at its end" if round_ is None else f"{stage}, round {round_ + 1}"
     try:
         yield
     except ValueError as error:
         logger.info("the server's work failed", exc_info=True)
-        raise RunFailedError(f"{place}: {error}") from error
+        raise RunFailedError(f"{where}: {error}") from error
     except NOT_CAUGHT:
         raise
     except BaseException as error:
         if not place_in_own(error):
             raise
         logger.info("the user's own code failed", exc_info=True)
-        raise RunFailedError(f"{place}: {in_one_line(error)}") from error
+        raise RunFailedError(f"{where}: {in_one_line(error)}") from error
 
 
 def answered(member: str, answer: T, kind: type[T]) -> T:
@@ -325,16 +328,6 @@ def checked_plan(plan: Plan, state: RunState) -> Plan:
     return plan
 
 
-def with_own_states(assignments: Iterable[Assignment], state: RunState) -> Iterable[Assignment]:
-    """The assignments with their clients' saved states, unless the stage has given them a state."""
-    if not any(name.startswith(CLIENT) for name in state.groups):
-        return assignments
-    return [
-        replace(a, state=state.client_state(a.client_id)) if a.client_id is not None and a.state is None else a
-        for a in assignments
-    ]
-
-
 def counts_as_failed(result: ClientResult) -> bool:
     """Whether the failure policy counts this client: it failed, or exceeded the real-time limit.
 
@@ -344,15 +337,14 @@ def counts_as_failed(result: ClientResult) -> bool:
     return result.status == "failed" or (result.status == "timed_out" and result.simulated_s == 0.0)
 
 
-def rows_of(merged: RoundUpdate, place: Mapping[str, Any]) -> list[Row]:
-    """A stage's rows with stage and round added."""
-    return [(table, without_nan({**place, **row})) for table, row in merged.rows]
-
-
-def progress_of(row: Mapping[str, Any], left: int) -> RoundProgress:
-    """The progress report of a round's row."""
-    values = {f.name: row[f.name] for f in fields(RoundProgress) if f.name in row}
-    return RoundProgress(rounds_total=row["round"] + left, **values)
+def rows_of(merged: RoundUpdate, names: Mapping[str, Any]) -> list[Row]:
+    """A stage's rows with stage and round added, those of its evaluations first; None stands for NaN."""
+    measured = [{**vars(e), "round": names["round"] if e.round is None else e.round} for e in merged.evaluations]
+    rows: list[Row] = [*(("evaluations", row) for row in measured), *merged.rows]
+    return [
+        (table, {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in {**names, **row}.items()})
+        for table, row in rows
+    ]
 
 
 def split_of(clients: Sequence[ClientResult]) -> str:
@@ -363,20 +355,17 @@ def split_of(clients: Sequence[ClientResult]) -> str:
     return next(splits, "train")
 
 
-def validated(rows: Sequence[Row], round_: int, *, trained: bool = True) -> Validated | None:
-    """The mean of the latest validation accuracies in a stage's rows: the server's if any, otherwise the clients'."""
+def validated(evaluations: Sequence[Evaluation], round_: int, *, trained: bool = True) -> Validated | None:
+    """The mean of the latest accuracies on validation data: the server's if any, otherwise the clients'."""
     # The server scores the weights before the round's training, clients score their own models after it.
-    # Costs are measured without data and have no split.
-    found = [
-        (row.get("round", round_ + (row["client_id"] is not None)), row["client_id"] is None, row["value"])
-        for table, row in rows
-        if table == "evaluations" and row.get("split") == "validation" and row["metric"] == "accuracy"
+    scores = [
+        (round_ + (e.client_id is not None) if e.round is None else e.round, e)
+        for e in evaluations
+        if e.split == "validation" and e.metric == "accuracy"
     ]
-    if not found:
-        return None
-    latest = max(place for place, _, _ in found)
-    own = [(central, value) for place, central, value in found if place == latest and not math.isnan(value)]
-    values = [value for central, value in own if central] or [value for _, value in own]
+    latest = max((rounds for rounds, _ in scores), default=0)
+    known = [e for rounds, e in scores if rounds == latest and not math.isnan(e.value)]
+    values = [e.value for e in known if e.client_id is None] or [e.value for e in known]
     return Validated(sum(values) / len(values), latest if trained else None) if values else None
 
 
@@ -394,16 +383,6 @@ def merge_chunks(
         client_results += result.client_results
         beat()
     return RoundResult(sums, client_results)
-
-
-def allowed(failures: FailuresConfig, failed: int, planned: int) -> bool:
-    """Whether the failure policy accepts a round with this many failed clients."""
-    return failures.policy != "stop" and failed <= failures.max_share * planned
-
-
-def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with None in place of NaN."""
-    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
 
 
 def round_row(

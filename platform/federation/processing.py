@@ -1,16 +1,22 @@
-"""The processors of a training stage, on the server's side: they are begun, completed and undone once per round."""
+"""What the server makes of a round's updates: it undoes processors, takes the mean and applies the server rule."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.averaging.privacy import SPENT, DifferentialPrivacy, accounting, expected_weights
 from fedloom.platform.averaging.processors import Processors, ServerContext, processor
-from fedloom.platform.clients.local_rules import refuse_parts
+from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
+from fedloom.platform.averaging.weighting import weighting_traits
+from fedloom.platform.clients.local_rules import local_rule, place_of, refuse_parts
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import expected_size
 from fedloom.platform.seeding import stream
 
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
 
     from fedloom.platform.averaging.aggregators import Sums
     from fedloom.platform.averaging.average import Averaged
+    from fedloom.platform.averaging.processors import Processor
     from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.federation.training_config import Rules, TrainingConfig
     from fedloom.platform.federation.world import World
@@ -46,8 +53,6 @@ def processors_of(world: World, config: TrainingConfig, rules: Rules, stage: str
             f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point; use it without "
             f"{rules.key}.processors"
         )
-    from fedloom.platform.federation.privacy import privacy_processors  # what only private runs need
-
     return (*chosen, *privacy_processors(world, config, rules, stage, eligible))
 
 
@@ -61,11 +66,11 @@ class Processing:
         self._expected: Mapping[str, Tensor] | None = None
 
     def begin(self, data: Mapping[str, Any]) -> None:
-        """Warns of what a stage of these processors makes of the models of earlier stages, given their JSON values."""
-        if data:
-            from fedloom.platform.federation.privacy import warn_unprotected
-
-            warn_unprotected(self.config, data, self.stage)
+        """Warns of a stage without differential privacy after stages with it, given the run's JSON values."""
+        if SPENT in data and self.config.privacy.clip is None and self.config.rounds:
+            logger.warning(
+                "%s trains without differential privacy after stages with it: its model has none", self.stage
+            )
 
     def context(self, round_: int, old: Weights, data: Mapping[str, Any]) -> ServerContext:
         """A round, from the shared weights and the run's JSON values before it."""
@@ -144,8 +149,6 @@ class Processing:
 
     def _expected_weights(self, old: Weights, tasks_of: TasksOf) -> Mapping[str, Tensor]:
         if self._expected is None:
-            from fedloom.platform.averaging.privacy import expected_weights
-
             self._expected = expected_weights(self._simulated(tasks_of), old)
         return self._expected
 
@@ -157,3 +160,136 @@ class Processing:
             drawn = rng.choice(self.eligible, size=size, replace=False)
             ordered = tuple(self.world.in_plan_order(tuple(drawn.tolist())))
             yield [(task.network.held(self.world.space), task.share) for task in tasks_of(index, ordered)]
+
+
+class Server:
+    """The server's step of a training stage: its server rule for the trained tensors, its local rule's for the shared.
+
+    `parameters` are the names of the trained tensors.
+    """
+
+    def __init__(self, rules: Rules, parameters: Container[str]) -> None:
+        self.rules, self.parameters, self.local_rule = rules, parameters, local_rule(rules.local)
+
+    def shared(self, weights: Weights) -> dict[str, str]:
+        """The names of the tensors that the local rule shares, and of the parameters to which they belong."""
+        parameters = [name for name in weights if name in self.parameters] if self.local_rule.shared else []
+        return {place_of(slot, name): name for slot in self.local_rule.shared for name in parameters}
+
+    def step(
+        self, old: Weights, averaged: Averaged, state: Weights, about: ServerRound
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """The weights after a round and the server's state (`serve`); without any rule they are the average."""
+        steps: dict[str, tuple[str, ServerRule]] = {}
+        if self.rules.server.name != "replace":
+            rule = SERVER_RULES.make(self.rules.server)
+            steps = {name: (self.rules.server.name, rule) for name in averaged.weights if name in self.parameters}
+        steps |= dict.fromkeys(self.shared(averaged.weights), (self.rules.local.name, self.local_rule.merge))
+        return serve(steps, old, averaged, state, about) if steps else (averaged.weights, {})
+
+
+# -- differential privacy and secure aggregation -----------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+LEAST_NOISE = 0.1
+"""Of accountant pld: below it an interval of 1e-4 takes more than a gigabyte of memory, for an epsilon above 100."""
+
+
+def check_privacy(config: TrainingConfig, rules: Rules) -> None:
+    """Raises ValueError for rules with which a client's influence has no bound, or is not accounted for."""
+    privacy, key = config.privacy, rules.key
+    if privacy.secure:
+        if (
+            not local_rule(rules.local).sends_only_change
+            or weighting_traits(rules.weighting.name).weighs_unheld
+            or selection_traits(rules.selection.name).shortens_updates
+        ):
+            raise ValueError(
+                f"{key}.privacy.secure=true hides the changes of parameters alone: use {key}.local_rule=sgd or "
+                "fedprox, another weighting than fedavg_whole, another selection than pyramidfl"
+            )
+        if config.clients_per_round == 1:
+            raise ValueError(f"{key}.privacy.secure=true: the sum of one client is its update; raise clients_per_round")
+        if privacy.clip is not None:
+            raise ValueError(
+                f"{key}.privacy.secure=true leaves out what one client alone has trained, so that more than its own "
+                f"change depends on a client: use it without {key}.privacy.clip"
+            )
+    if privacy.clip is None:
+        if privacy.noise:
+            raise ValueError(f"{key}.privacy.noise={privacy.noise:g} needs {key}.privacy.clip, its unit: give both")
+        return
+    weighting = weighting_traits(rules.weighting.name)
+    if not weighting.at_most_one and (privacy.weight_cap is None or weighting.weighs_unheld):
+        raise ValueError(
+            f"{key}.weighting={rules.weighting.name}: a client's weight, and so its influence, has no bound; use "
+            f"{key}.weighting=plain" + ("" if weighting.weighs_unheld else f" or {key}.privacy.weight_cap")
+        )
+    if not local_rule(rules.local).sends_only_change:
+        raise ValueError(
+            f"{key}.local_rule={rules.local.name}: what it sends beside the change is neither clipped nor accounted "
+            "for; use sgd or fedprox"
+        )
+    sampling = selection_traits(rules.selection.name).sampling
+    if sampling is None:
+        raise ValueError(
+            f"{key}.selection={rules.selection.name}: no client's probability is known; use uniform, poisson, all"
+        )
+    if privacy.accountant == "pld" and sampling == "uniform":
+        raise ValueError(f"{key}.privacy.accountant=pld knows selection=poisson and all, not uniform: use rdp")
+    # With everybody in every round, all rounds together are one round of less noise.
+    together = privacy.noise / math.sqrt(config.rounds or 1) if sampling == "all" else privacy.noise
+    if privacy.accountant == "pld" and 0 < together < LEAST_NOISE:
+        raise ValueError(
+            f"{key}.privacy.noise={privacy.noise:g}: for accountant pld it must be at least "
+            f"{LEAST_NOISE * privacy.noise / together:.3g} here, as distributions of losses with less noise do not fit "
+            "into memory; raise it, or use rdp"
+        )
+    if config.min_contributors > 1:
+        raise ValueError(
+            f"{key}.min_contributors={config.min_contributors}: to look at who covers a scalar would tell who took "
+            f"part; use 1 ({key}.privacy.least_coverage leaves out what few are expected to hold)"
+        )
+    accounting()
+
+
+def privacy_processors(
+    world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray
+) -> list[Processor]:
+    """The processors of a stage's `privacy`.
+
+    Raises ValueError for what has no privacy; so do devices that are away, as nobody's probability is known.
+    """
+    from fedloom.platform.averaging.secure import SecureAggregation  # what only private runs need
+    from fedloom.platform.clients.objectives import OBJECTIVES, MaskedClasses
+
+    check_privacy(config, rules)
+    objective = OBJECTIVES.make(world.spec.objective)
+    if isinstance(objective, MaskedClasses) and objective.in_mean:
+        raise ValueError(
+            f"{rules.key}.privacy: which rows of a classifier count tells which classes a client has: set "
+            "objective.options.in_mean=false"
+        )
+    privacy = config.privacy
+    if privacy.clip is None:
+        return [SecureAggregation(privacy.fraction_bits, privacy.survivors)]
+    if world.devices is not None or any(profile.availability < 1 for profile in world.profiles):
+        raise ValueError(f"{stage}, privacy: with devices that may be away no client's probability is known")
+    sampling, size = selection_traits(config.selection).sampling, expected_size(config, len(eligible))
+    assert sampling is not None, "checked"
+    share = size if sampling == "uniform" else size / max(1, len(eligible))
+    takes_all = config.clients_per_round is None or size >= len(eligible)
+    return [
+        DifferentialPrivacy(
+            clip=privacy.clip,
+            noise=privacy.noise,
+            weight_cap=privacy.weight_cap,
+            least_coverage=privacy.least_coverage,
+            delta=privacy.delta,
+            accountant=privacy.accountant,
+            mechanism=("all" if takes_all else sampling, share, privacy.noise),
+            population=len(eligible),
+        )
+    ]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.platform.federation.algorithm import KeptModel, Row, RunState
 from fedloom.platform.federation.event_files import Events, NoEvents
-from fedloom.platform.federation.state import KeptModel, Row, RunState
 from fedloom.platform.results.checkpoint import Saved, save_checkpoint, save_model
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.writer import Position, RunWriter
@@ -92,8 +92,8 @@ class Recorder:
     def _record(self, record: Record) -> None:
         for table, row in record.rows:
             self.writer.add(table, **row)
-        for place, model in record.models:
-            self.writer.add("models", **place, **self._store(model))
+        for names, model in record.models:
+            self.writer.add("models", **names, **self._store(model))
         position = self.writer.commit()
         # Events before the state: if a crash repeats the round, its events replace these.
         self.events.add(record.rows)

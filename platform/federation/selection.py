@@ -7,21 +7,108 @@ earlier participants.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from operator import index
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedloom.platform.federation.history import ClientRecord, History
+from fedloom.platform.averaging.processors import with_share
+from fedloom.platform.clients.assignments import SERVER, Assignment
+from fedloom.platform.clients.trainer import Train
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, declares
+from fedloom.platform.seeding import stream
 from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
 
+if TYPE_CHECKING:
+    from fedloom.platform.clients.assignments import ClientResult, Task
+    from fedloom.platform.federation.world import World
+
+HISTORY, MEMORY = "history", "selection"
+"""JSON values of the current stage: its clients' history, and what its selection rule remembers."""
 FEW = 4
 """Clients that a rule is tried on where a round has all of them."""
 DRAWS_PER_CLIENT = 50
 """Draws per wanted client before a cohort stays incomplete because too few devices are available."""
+
+
+# -- the server's history of clients -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClientRecord:
+    """A client's history, taken from its results.
+
+    Attributes:
+        participations: the number of rounds in which it was selected.
+        answers: the number of these rounds with status `ok`.
+        last_round: the last round in which it was selected.
+        loss: the mean training loss of its last answer.
+        loss_norm: the root mean square of its samples' losses, if the stage asks for it (`loss_norms`).
+        samples: the number of training samples of its last answer.
+        simulated_s: the simulated seconds of its last answer.
+        macs: the forward MACs of its last answer.
+        bytes_down: the bytes that it then received.
+        answered: the round of its last answer.
+    """
+
+    participations: int = 0
+    answers: int = 0
+    last_round: int = -1
+    loss: float | None = None
+    loss_norm: float | None = None
+    samples: int = 0
+    simulated_s: float = 0.0
+    macs: float = 0.0
+    bytes_down: int = 0
+    answered: int = -1
+
+
+History = Mapping[int, ClientRecord]
+"""Records by client id, only of clients that have taken part."""
+
+_FIELDS = tuple(f.name for f in fields(ClientRecord))
+
+
+def recorded(values: Mapping[str, list[Any]], round_: int, results: Iterable[ClientResult]) -> dict[str, list[Any]]:
+    """The history's JSON values after a round, in which the records of its clients alone are changed."""
+    after = dict(values)
+    for result in results:
+        if result.client_id is None:
+            continue
+        key = str(result.client_id)
+        before = unpacked({key: after[key]})[result.client_id] if key in after else ClientRecord()
+        planned = replace(before, participations=before.participations + 1, last_round=round_)
+        after |= packed({result.client_id: _answered(planned, result) if result.status == "ok" else planned})
+    return after
+
+
+def _answered(record: ClientRecord, result: ClientResult) -> ClientRecord:
+    return replace(
+        record,
+        answers=record.answers + 1,
+        loss=result.loss,
+        loss_norm=result.loss_norm,
+        samples=result.samples,
+        simulated_s=result.simulated_s,
+        macs=result.macs,
+        bytes_down=result.bytes_down,
+        answered=record.last_round,
+    )
+
+
+def packed(history: History) -> dict[str, list[Any]]:
+    """The history as JSON values, one list per client."""
+    return {str(client): list(asdict(record).values()) for client, record in history.items()}
+
+
+def unpacked(values: Mapping[str, list[Any]]) -> dict[int, ClientRecord]:
+    """The inverse of `packed`, also of records from before the last fields were added."""
+    return {int(client): ClientRecord(**dict(zip(_FIELDS, row, strict=False))) for client, row in values.items()}
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,8 +189,8 @@ class Choice:
 
     def can_take_part(self, client_id: int) -> bool:
         """Whether a client is eligible, and its device available."""
-        place = int(np.searchsorted(self.eligible, client_id))
-        eligible = place < len(self.eligible) and int(self.eligible[place]) == client_id
+        position = int(np.searchsorted(self.eligible, client_id))
+        eligible = position < len(self.eligible) and int(self.eligible[position]) == client_id
         return eligible and (self.always or self.available(client_id))
 
     def draw_by(self, weights: np.ndarray, size: int) -> tuple[int, ...]:
@@ -115,10 +202,10 @@ class Choice:
         with np.errstate(divide="ignore"):
             keys = np.log(weights) + self.rng.gumbel(size=len(weights))
         taken: list[int] = []
-        for place in np.argsort(-keys, kind="stable"):
-            if len(taken) == size or keys[place] == -math.inf:
+        for position in np.argsort(-keys, kind="stable"):
+            if len(taken) == size or keys[position] == -math.inf:
                 break
-            client_id = int(self.eligible[place])
+            client_id = int(self.eligible[position])
             if self.always or self.available(client_id):
                 taken.append(client_id)
         return tuple(sorted(taken))
@@ -131,8 +218,8 @@ class Choice:
             return []
         values = np.asarray([weights[c] for c in ids], dtype=float)
         values = np.maximum(values, 1e-9 * max(float(values.max()), 1e-300))
-        found = self.rng.choice(len(ids), size=size, replace=False, p=values / values.sum())
-        return sorted(ids[i] for i in found.tolist())
+        drawn = self.rng.choice(len(ids), size=size, replace=False, p=values / values.sum())
+        return sorted(ids[i] for i in drawn.tolist())
 
     def record(self, client_id: int) -> ClientRecord:
         """A client's record in the history, an empty one if it has never taken part."""
@@ -154,11 +241,11 @@ class Choice:
         for _ in range(DRAWS_PER_CLIENT * wanted):
             if len(taken) == wanted or len(seen) == population:
                 break
-            place = int(self.rng.integers(population))
-            if place not in seen:
-                seen.add(place)
-                if self.available(int(self.eligible[place])):
-                    taken.append(int(self.eligible[place]))
+            position = int(self.rng.integers(population))
+            if position not in seen:
+                seen.add(position)
+                if self.available(int(self.eligible[position])):
+                    taken.append(int(self.eligible[position]))
         return tuple(sorted(taken))
 
 
@@ -235,28 +322,24 @@ def select(choice: Choice, rule: ComponentSpec) -> Cohort:
 
     Raises PluginError for a user's rule that does not return distinct eligible clients, at most `choice.size`.
     """
-    given = SELECTION_RULES.make(rule)(choice)
-    if rule.name in SELECTION_RULES.known and isinstance(given, Cohort):
-        return given
-    return _checked(given, choice, rule.name)
-
-
-def _checked(given: Cohort | Sequence[int], choice: Choice, name: str) -> Cohort:
+    name, answer = rule.name, SELECTION_RULES.make(rule)(choice)
+    if name in SELECTION_RULES.known and isinstance(answer, Cohort):
+        return answer
     blame = f"selection rule {name!r}"
     try:
         # A generator's own errors come only now.
         with blaming("selection rule", name, spare=TypeError):
-            cohort = given if isinstance(given, Cohort) else Cohort(tuple(given), reason=name)
+            cohort = answer if isinstance(answer, Cohort) else Cohort(tuple(answer), reason=name)
             client_ids = tuple(sorted(index(c) for c in cohort.client_ids))
     except TypeError as error:
-        raise PluginError(f"{blame} gives {given!r:.60}: give the ids of clients, or a Cohort") from error
+        raise PluginError(f"{blame} gives {answer!r:.60}: give the ids of clients, or a Cohort") from error
     if len(set(client_ids)) != len(client_ids):
         raise PluginError(f"{blame} gives a client twice: {list(client_ids)!r:.80}")
     if len(client_ids) > choice.size:
         raise PluginError(f"{blame} gives {len(client_ids)} clients for a round of {choice.size}")
-    places = np.searchsorted(choice.eligible, client_ids)
-    for client, place in zip(client_ids, places.tolist(), strict=True):
-        if place >= len(choice.eligible) or choice.eligible[place] != client:
+    positions = np.searchsorted(choice.eligible, client_ids)
+    for client, position in zip(client_ids, positions.tolist(), strict=True):
+        if position >= len(choice.eligible) or choice.eligible[position] != client:
             raise PluginError(f"{blame} gives client {client}, which is not eligible in this round")
     return replace(cohort, client_ids=client_ids, reason=cohort.reason or name)
 
@@ -275,3 +358,128 @@ def check_selection(rule: ComponentSpec, size: int | None) -> None:
         chosen += len(select(choice, rule).client_ids)
     if not chosen:
         raise PluginError(f"selection rule {rule.name!r} gives no client, though all are available: give some")
+
+
+# -- a round's clients and their assignments ---------------------------------------------------------------------------
+
+
+def choose_cohort(
+    world: World,
+    stage: str,
+    round_: int,
+    eligible: np.ndarray,
+    size: int,
+    rule: ComponentSpec,
+    history: History,
+    memory: Mapping[str, Any] | None = None,
+    epochs: int = 1,
+) -> Cohort:
+    """The cohort chosen by a selection rule; all draws depend only on the selection seed, stage, round and client."""
+    seed = world.config.seed_for("selection")
+
+    def available(client_id: int) -> bool:
+        draw = stream(seed, "available", stage, round_, client_id).random()
+        return bool(draw < world.profile(client_id).availability)
+
+    choice = Choice(
+        round=round_,
+        size=size,
+        eligible=eligible,
+        rng=stream(seed, "select", stage, round_),
+        always=world.devices is None and all(p.availability == 1.0 for p in world.profiles),
+        available=available,
+        history=history,
+        num_samples=lambda client_id: world.data.size(client_id, "train"),
+        memory=memory or {},
+        epochs=epochs,
+        device=world.profile,
+        tiers_of=lambda client_ids: world.tier_of_client[client_ids],
+        sizes_of=lambda client_ids: world.data.sizes("train")[client_ids],
+    )
+    return select(choice, rule)
+
+
+def for_client(
+    world: World, stage: str, round_: int, cohort: Cohort, client_id: int, task: Task, expected_macs: float = 0.0
+) -> Assignment:
+    """One client's assignment, with its simulated device and whether that drops out of the round."""
+    profile = world.profile(client_id)
+    dropped = ""
+    if profile.dropout > 0:
+        draw = stream(world.config.seed_for("selection"), "dropout", stage, round_, client_id).random()
+        if draw < profile.dropout:
+            dropped = f"the simulated device dropped out (probability {profile.dropout:g})"
+    return Assignment(
+        stage=stage,
+        round=round_,
+        client_id=client_id,
+        tier=world.tier(client_id).name,
+        task=task,
+        profile=profile,
+        deadline_s=world.config.devices.deadline_s,
+        dropped=dropped,
+        selection_probability=cohort.probability,
+        selection_reason=cohort.reason_of(client_id),
+        train_samples=world.data.size(client_id, "train"),
+        expected_macs=expected_macs,
+    )
+
+
+def for_server(stage: str, round_: int, task: Task, *, reads_test: bool = False) -> Assignment:
+    """An assignment of the server, on its own data."""
+    return Assignment(stage, round_, None, SERVER, task, reads_test=reads_test)
+
+
+def as_asked(task: Task, cohort: Cohort, client_id: int) -> Task:
+    """The client's task with what the selection rule asks of this client; ValueError if it cannot be asked for that."""
+    epochs, share = cohort.epochs.get(client_id), cohort.sends.get(client_id)
+    if epochs is None and share is None:
+        return task
+    if not isinstance(task, Train):
+        raise ValueError(
+            f"selection rule {cohort.reason} gives clients epochs or shares of their own, which this method's clients "
+            "do not take: choose another selection rule"
+        )
+    local = task.local if epochs is None else replace(task.local, epochs=epochs)
+    if share is None:
+        return replace(task, local=local)
+    return replace(task, local=local, processors=with_share(task.processors, share))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The selection of a training stage's cohorts of `size` clients (None: all) among those that may take part."""
+
+    world: World
+    stage: str
+    population: np.ndarray
+    rule: ComponentSpec
+    size: int | None
+    epochs: int
+
+    @property
+    def _keeps_history(self) -> bool:
+        return selection_traits(self.rule.name).needs_history
+
+    def begun(self) -> dict[str, Any]:
+        """The JSON values with which a stage begins: an empty history, if the rule needs one."""
+        return {HISTORY: {}} if self._keeps_history else {}
+
+    def cohort(self, round_: int, data: Mapping[str, Any]) -> Cohort:
+        """The cohort of a round, given the run's JSON values before it."""
+        size, rule = len(self.population) if self.size is None else self.size, self.rule
+        if self.size is None and rule == ComponentSpec("uniform"):
+            rule = ComponentSpec("all")
+        return choose_cohort(
+            *(self.world, self.stage, round_, self.population, size, rule),
+            history=unpacked(data[HISTORY]) if self._keeps_history else {},
+            memory=data.get(MEMORY, {}),
+            epochs=self.epochs,
+        )
+
+    def after_round(
+        self, round_: int, data: Mapping[str, Any], memory: Mapping[str, Any] | None, results: Sequence[ClientResult]
+    ) -> dict[str, Any]:
+        """The JSON values after a round: the history with its clients, and what the rule remembers."""
+        values: dict[str, Any] = {HISTORY: recorded(data[HISTORY], round_, results)} if self._keeps_history else {}
+        return values if memory is None else {**values, MEMORY: dict(memory)}

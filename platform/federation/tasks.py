@@ -46,18 +46,18 @@ class Tasks:
         """The costs for the clients of a tier: other tasks' classifiers cost infinity."""
         if not self.names:
             return table
-        last, own = len(table.options) - 1, self.of_tier[tier]
-        return with_unsupported(table, [(last, task) for task in range(len(self.names)) if task != own])
+        last, task_of_tier = len(table.options) - 1, self.of_tier[tier]
+        return with_unsupported(table, [(last, task) for task in range(len(self.names)) if task != task_of_tier])
 
 
 def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int) -> Tasks:
     """The tasks of `tiers.tasks`; ValueError if tiers, label sets and the space's classifiers do not fit together."""
     names = task_names(config, tiers)
-    given, heads = config.tiers.tasks, config.space.heads
+    of_tiers, heads = config.tiers.tasks, config.space.heads
     known = label_sets(dataset, config.data)
-    if given is None:
+    if of_tiers is None:
         return Tasks()
-    unknown = next((name for name in given if name not in known), None)
+    unknown = next((name for name in of_tiers if name not in known), None)
     if unknown is not None:
         raise ValueError(
             f"tiers.tasks: {config.data.dataset} has no label set {unknown!r}: known are {', '.join(known)}; "
@@ -70,19 +70,19 @@ def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int
         raise ValueError(
             f"space.heads={'null' if heads is None else heads}: the tasks are {what} classes; set space.heads={classes}"
         )
-    return Tasks(names, tuple(names.index(name) for name in given), tuple(known[name] for name in names))
+    return Tasks(names, tuple(names.index(name) for name in of_tiers), tuple(known[name] for name in names))
 
 
 def task_names(config: RunConfig, tiers: int) -> tuple[str, ...]:
     """The names of `tiers.tasks`, each once; ValueError if they do not fit the tiers, or for heads without tasks."""
-    given, heads = config.tiers.tasks, config.space.heads
-    if given is None:
+    of_tiers, heads = config.tiers.tasks, config.space.heads
+    if of_tiers is None:
         if heads is not None:
             raise ValueError(f"space.heads={heads} are the classes of several tasks: give each tier's in tiers.tasks")
         return ()
-    if len(given) != tiers:
-        raise ValueError(f"tiers.tasks has {len(given)} values for {tiers} tiers: give one per tier")
-    return tuple(dict.fromkeys(given))
+    if len(of_tiers) != tiers:
+        raise ValueError(f"tiers.tasks has {len(of_tiers)} values for {tiers} tiers: give one per tier")
+    return tuple(dict.fromkeys(of_tiers))
 
 
 def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
@@ -102,5 +102,5 @@ def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
 
 def _names(name: str, of: Sequence[int], classes: Sequence[str]) -> tuple[str, ...]:
     """Names of coarser classes: what they join, such as `0 + 1`, or if that is much the label set's with a number."""
-    joined = [[c for c, own in zip(classes, of, strict=True) if own == coarse] for coarse in range(1 + max(of))]
+    joined = [[c for c, label in zip(classes, of, strict=True) if label == coarse] for coarse in range(1 + max(of))]
     return tuple(" + ".join(of_one) if len(of_one) <= MOST_NAMED else f"{name} {k}" for k, of_one in enumerate(joined))

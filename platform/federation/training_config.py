@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 from annotated_types import Interval
 
 from fedloom.platform.averaging.aggregators import AGGREGATORS, MEAN
+from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.processors import PROCESSORS
-from fedloom.platform.averaging.server import SERVER_RULES, server_traits
-from fedloom.platform.averaging.weighting import WEIGHTING_RULES, weighting_traits
-from fedloom.platform.clients.local_rules import LOCAL_RULES, local_rule, refuse_parts
+from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, serve, server_traits
+from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, weighting_rule, weighting_traits
+from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, local_rule, place_of, refuse_parts
 from fedloom.platform.clients.training import PLAIN, LocalSGD
 from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, check_augmentation, coloured, tried_samples
-from fedloom.platform.federation.selection import SELECTION_RULES, selection_traits
-from fedloom.platform.plugins import ComponentSpec, Registry, is_import_path
+from fedloom.platform.federation.selection import SELECTION_RULES, check_selection, selection_traits
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
 from fedloom.platform.settings import (
     BELOW_ONE,
     ONE_OR_MORE,
@@ -27,6 +29,7 @@ from fedloom.platform.settings import (
     ComponentName,
     component_specs,
 )
+from fedloom.platform.spaces.slices import Slice
 
 if TYPE_CHECKING:
     from fedloom.platform.federation.world import World
@@ -133,17 +136,13 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     """
     named = _named(config) | dict(more or {})
     _check_names(named, key)
-    found = dict(zip(named, component_specs([*named.values()], config.options, f"{key}.options"), strict=True))
-    own = [found.pop(name) for name in REGISTRIES]
-    processors = tuple(found.pop(_processor_key(index)) for index in range(len(config.processors)))
-    rules = Rules(own[0], own[1], own[2], own[3], own[4], processors, found, key)
+    specs = dict(zip(named, component_specs([*named.values()], config.options, f"{key}.options"), strict=True))
+    selection, local, weighting, server, aggregator = (specs.pop(name) for name in REGISTRIES)
+    processors = tuple(specs.pop(_processor_key(index)) for index in range(len(config.processors)))
+    rules = Rules(selection, local, weighting, server, aggregator, processors, specs, key)
     _check_local_rule(rules, config, key)
     _check_aggregator(rules, config, key)
-    if any(is_import_path(rule.name) for rule in own[:4]):
-        # Only a user's own rules need a test, and the import is slow.
-        from fedloom.platform.federation.trying import try_rules
-
-        try_rules(rules.selection, rules.local, rules.weighting, rules.server, config.clients_per_round)
+    try_rules(rules, config.clients_per_round)
     return rules
 
 
@@ -226,8 +225,8 @@ def check_rule_names(config: object, key: str) -> None:
 
 def augmentation_of(world: World, config: TrainingConfig) -> ComponentSpec:
     """The augmentation of the stage's batches, its own or the data's, with what it asks for of the data set."""
-    own = own_augmentation(config)
-    return world.augment if own is None else coloured(own, world.data.dataset.colours)
+    augment = own_augmentation(config)
+    return world.augment if augment is None else coloured(augment, world.data.dataset.colours)
 
 
 def checked_augmentation(world: World, config: TrainingConfig) -> ComponentSpec:
@@ -267,31 +266,17 @@ def check_training(config: TrainingConfig, key: str, num_clients: int) -> None:
         )
 
 
-def _fixed(_config: TrainingConfig, _round: int) -> float:
-    return 1.0
-
-
-def _cosine(config: TrainingConfig, round_: int) -> float:
-    progress = round_ / max(1, config.rounds - 1)
-    return config.final_lr_share + (1 - config.final_lr_share) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _step(config: TrainingConfig, round_: int) -> float:
-    return 0.1 ** sum(round_ >= config.rounds * share for share in (0.5, 0.75))
-
-
-def _steps(config: TrainingConfig, round_: int) -> float:
-    return 0.1 ** (round_ // config.step_rounds)
-
-
-SCHEDULES: Mapping[str, Callable[[TrainingConfig, int], float]] = dict(
-    zip(get_args(Schedule), (_fixed, _cosine, _step, _steps), strict=True)
-)
-
-
 def learning_rate(config: TrainingConfig, round_: int) -> float:
     """The learning rate of a round (from 0)."""
-    return config.lr * SCHEDULES[config.schedule](config, round_)
+    if config.schedule == "fixed":
+        return config.lr
+    if config.schedule == "cosine":
+        progress = round_ / max(1, config.rounds - 1)
+        share = config.final_lr_share + (1 - config.final_lr_share) * (1 + math.cos(math.pi * progress)) / 2
+        return config.lr * share
+    if config.schedule == "step":
+        return config.lr * 0.1 ** sum(round_ >= config.rounds * share for share in (0.5, 0.75))
+    return config.lr * 0.1 ** (round_ // config.step_rounds)
 
 
 def local_sgd(
@@ -311,3 +296,71 @@ def local_sgd(
         loss_norm=config.loss_norms or selection_traits(config.selection).needs_loss_norm,
         rule=rule,
     )
+
+
+# -- tests of a user's own rules ---------------------------------------------------------------------------------------
+
+
+PARAMETER, BUFFER = "layer.weight", "layer.running_mean"
+TRIED_SAMPLES = (4, 1000)
+
+
+def try_rules(rules: Rules, cohort: int | None) -> None:
+    """Raises a one-line PluginError that names the rule if one of the user's own rules fails.
+
+    `cohort` is the number of clients per round, None for all clients.
+    """
+    if is_import_path(rules.selection.name):
+        check_selection(rules.selection, cohort)
+    if is_import_path(rules.weighting.name):
+        # Of a client with few samples and one with many one must count.
+        rule, name = weighting_rule(rules.weighting), rules.weighting.name
+        works = [Work(n, 2 * n, {PARAMETER: 2 * n, BUFFER: n}) for n in TRIED_SAMPLES]
+        if not any(rule(work)[tensor] for work in works for tensor in work.seen_by_tensor):
+            few, many = TRIED_SAMPLES
+            raise PluginError(
+                f"weighting rule {name!r} weighs all tensors 0, of a client with {few} samples and of one with "
+                f"{many}: nothing would be trained; give what is trained a weight above 0"
+            )
+    if is_import_path(rules.server.name):
+        _try_server(rules.server)
+    if is_import_path(rules.local.name):
+        _try_local(rules.local)
+
+
+def _try_server(server: ComponentSpec) -> None:
+    rule = SERVER_RULES.make(server)
+    old, state = {PARAMETER: torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, dict[str, torch.Tensor]()
+    for round_ in range(2):
+        sums = WeightedSums()
+        first_row = {PARAMETER: Slice(PARAMETER, ((0, 1), (0, 2)))}
+        sums.add(Update({PARAMETER: torch.ones(1, 2)}, first_row, {PARAMETER: 1.0}))
+        new, state = serve({PARAMETER: (server.name, rule)}, old, sums.finish(old), state, ServerRound(round_, 1, 2))
+        old = {PARAMETER: new[PARAMETER]}
+
+
+def _try_local(local: ComponentSpec) -> None:
+    """Runs two rounds of one client's step and the server's merge."""
+    rule, state = local_rule(local), dict[str, torch.Tensor]()
+    weights = {PARAMETER: torch.tensor([1.0, 2.0])} | {
+        place_of(slot, PARAMETER): torch.zeros(2) for slot in rule.shared
+    }
+    for round_ in range(2):
+        parameter = weights[PARAMETER].clone().requires_grad_()
+        slices = {PARAMETER: Slice(PARAMETER)}
+        sgd = LocalSGD(1, 2, 0.1)
+        client = LocalClient(0, round_, 2, 1, sgd, {PARAMETER: parameter}, slices, weights, state)
+        correct = rule.begin(client)
+        (parameter.square().sum() / 2).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            if correct is not None:
+                assert parameter.grad is not None, "the loss reached it"
+                correct(PARAMETER, parameter, parameter.grad)
+            rule.end(client)
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            raise PluginError(f"local rule {local.name!r} makes a gradient that is not finite")
+        sums = WeightedSums()
+        sums.add(Update(client.sent, client.sent_slices, dict.fromkeys(client.sent, 1.0)))
+        merge = dict.fromkeys(client.sent, (local.name, rule.merge))
+        merged, _ = serve(merge, weights, sums.finish(weights), {}, ServerRound(round_, 1, 2))
+        weights, state = {**weights, **merged}, client.state

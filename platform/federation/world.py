@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fedloom.platform.clients.worker import WorkerSpec
-    from fedloom.platform.data.federated import FederatedData
-    from fedloom.platform.federation.config import RunConfig
-    from fedloom.platform.federation.tasks import Tasks
-    from fedloom.platform.plugins import ComponentSpec
-    from fedloom.platform.spaces.base import SearchSpace
-    from fedloom.platform.spaces.slices import Architecture
-    from fedloom.tiers.budgets import Budget
-    from fedloom.tiers.costs import CostTable
-    from fedloom.tiers.devices import DeviceProfile, DeviceTable
-    from fedloom.tiers.tier import Tier
+from fedloom.platform.clients.objectives import OBJECTIVES, check_objective
+from fedloom.platform.clients.worker import WorkerSpec
+from fedloom.platform.data.augment import check_augmentation, coloured, tried_samples
+from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.partition import prepare_partition
+from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.sources import data_choices
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.tasks import Tasks, tasks_of
+from fedloom.platform.federation.tiers import (
+    RunCosts,
+    assigned_tiers,
+    configured_budget,
+    device_profiles,
+    device_table,
+    measure_costs,
+    split_into_tiers,
+)
+from fedloom.platform.plugins import ComponentSpec
+from fedloom.platform.seeding import stream
+from fedloom.platform.settings import component_specs
+from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.slices import Architecture
+from fedloom.tiers.budgets import Budget
+from fedloom.tiers.costs import CostTable
+from fedloom.tiers.devices import DeviceProfile, DeviceTable
+from fedloom.tiers.tier import (
+    Tier,
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,48 @@ class World:
             return self.devices.profile(client_id)
         return self.profiles[int(self.tier_of_client[client_id])]
 
+    def clients_from_tier(self, lowest: int | None, architecture: Architecture) -> np.ndarray:
+        """The ids of the clients of a tier (from 1; None: all clients) and above, ascending.
+
+        Raises ValueError if the tier cannot afford the architecture, or there is no such tier or client.
+        """
+        if lowest is None:
+            return self.everyone
+        if lowest > len(self.tiers):
+            raise ValueError(f"method.tier={lowest}: there are {len(self.tiers)} tiers")
+        tier, cost = self.tiers[lowest - 1], self.cost_table.cost(architecture)
+        if cost > tier.upper:
+            raise ValueError(
+                f"method.tier={lowest}: {tier.name} may spend {tier.upper:.6g} {self.cost_table.measure}, architecture "
+                f"{self.space.label(architecture)} costs {cost:.6g}; give a higher tier or a smaller one"
+            )
+        clients = self.eligible_by_tier[lowest - 1]
+        if not len(clients):
+            raise ValueError(f"method.tier={lowest}: no client is of {tier.name} or above; change tiers.shares")
+        return clients
+
+    def training_budget(self, client_id: int, stage: str, round_: int) -> float:
+        """The largest cost of an architecture for the client in this round, at least the cost of the cheapest one."""
+        rng = stream(self.config.seed_for("selection"), "budget", stage, round_, client_id)
+        share, table = self.budget.factor(round_, rng), self.costs_by_tier[int(self.tier_of_client[client_id])]
+        return max(self.tier(client_id).upper * share, table.cost(self.space.cheapest(table)))
+
+    def expected_macs(self, table: CostTable | None = None, lower: float = 0.0, upper: float = math.inf) -> float:
+        """MACs of a middling architecture, of those whose cost in `table` is between the bounds if that counts MACs."""
+        macs = self.macs_table
+        least, most = macs.smallest, macs.largest if math.isfinite(macs.largest) else macs.smallest
+        if table is None or table.measure != macs.measure:
+            return (least + most) / 2
+        return (min(max(lower, least), most) + max(min(upper, most), least)) / 2
+
+    def evaluation_macs(self, models: int) -> float:
+        """MACs of a final evaluation, a guess, because test data may not even be counted before it.
+
+        Validation data, the test set and the clients' test data are together about half as many samples as are
+        trained on.
+        """
+        return models * self.data.num_central("train") / 2 * self.expected_macs()
+
     def architecture(self, text: str | None, key: str) -> Architecture:
         """The architecture that a configuration names; the space's first if `text` is None.
 
@@ -84,18 +143,76 @@ class World:
             raise ValueError(f"{key}: {error}") from error
 
 
-def expected_macs(world: World, table: CostTable | None = None, lower: float = 0.0, upper: float = math.inf) -> float:
-    """MACs of a middling architecture, of those whose cost in `table` is between the bounds if that counts MACs."""
-    macs = world.macs_table
-    least, most = macs.smallest, macs.largest if math.isfinite(macs.largest) else macs.smallest
-    if table is None or table.measure != macs.measure:
-        return (least + most) / 2
-    return (min(max(lower, least), most) + max(min(upper, most), least)) / 2
+# -- building a world --------------------------------------------------------------------------------------------------
 
 
-def evaluation_macs(world: World, models: int) -> float:
-    """MACs of a final evaluation, a guess, because test data may not even be counted before it.
+Check = Callable[[SearchSpace], object]
+"""Raises ValueError for a space that cannot be used, before data is prepared, which may take minutes."""
 
-    Validation data, the test set and the clients' test data are together about half as many samples as are trained on.
+
+def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check = lambda _space: None) -> World:
+    """Prepares (or opens) data and partition, and computes cost tables, tiers and devices.
+
+    `costs` are the stored tables of a resumed run; they are measured if not given. `check` is called with the space.
+    Raises ValueError for an invalid configuration: missing data, impossible budgets, shares that do not sum to 1.
     """
-    return models * world.data.num_central("train") / 2 * expected_macs(world)
+    _, augment = data_choices(config.data)
+    objective = component_specs([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
+    space = build_space(config.space)
+    check(space)
+    dataset_path = prepare_dataset(config.data)
+    dataset = Dataset.open(dataset_path)
+    dataset.verify_blocks()  # its content was not changed, as far as can be told in milliseconds
+    _check_fit(space, dataset, config)
+    augment = coloured(augment, dataset.colours)
+    partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
+    costs = costs or measure_costs(config.tiers, space)
+    cost_table, macs_table = costs.budget, costs.macs
+    tiers = split_into_tiers(config, space, cost_table)
+    data = FederatedData.open(dataset_path, partition_path)
+    x, y = tried_samples(data.dataset)
+    check_augmentation(augment, x)
+    check_objective(objective, y, config.space.num_classes)
+    devices = device_table(config, data.num_clients)
+    tier_of_client = assigned_tiers(config, tiers, data.num_clients, devices)
+    tasks = tasks_of(config, space, dataset, len(tiers))
+    return World(
+        config=config,
+        space=space,
+        data=data,
+        cost_table=cost_table,
+        macs_table=macs_table,
+        tiers=tiers,
+        tier_of_client=tier_of_client,
+        eligible_by_tier=tuple(tasks.of_same(i, tier_of_client) for i in range(len(tiers))),
+        costs_by_tier=tuple(tasks.table(cost_table, i) for i in range(len(tiers))),
+        budget=configured_budget(config.tiers.budget),
+        profiles=device_profiles(config.devices, tiers),
+        devices=devices,
+        augment=augment,
+        spec=WorkerSpec(
+            space=config.space,
+            dataset_path=str(dataset_path),
+            partition_path=str(partition_path),
+            training_seed=config.seed_for("training"),
+            cost_table=costs.budget,
+            macs_table=costs.macs,
+            threads=config.executor.threads,
+            precision=config.executor.precision,
+            memory_format=config.executor.memory_format,
+            deterministic=config.executor.deterministic,
+            objective=objective,
+            label_sets=tasks.labels,
+        ),
+        tasks=tasks,
+    )
+
+
+def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:
+    if tuple(space.input_shape) != tuple(dataset.input_shape) or config.space.num_classes != dataset.num_classes:
+        raise ValueError(
+            f"space {config.space.name} takes {tuple(space.input_shape)} and {config.space.num_classes} classes, "
+            f"{config.data.dataset} has {tuple(dataset.input_shape)} and {dataset.num_classes}: "
+            f"choose a space that fits, or set space.input_shape={list(dataset.input_shape)} and space.num_classes="
+            f"{dataset.num_classes}"
+        )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 from torch.nn import functional as F
 
 from fedloom.platform.clients.networks import Account, Network, Subnet
-from fedloom.platform.federation.algorithm import Method
+from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.evaluation import EvaluationConfig
 from fedloom.platform.methods.tier_models import largest_of_tiers, plainly_weighted, tier_stages
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Assignment
     from fedloom.platform.clients.objectives import Objective
     from fedloom.platform.clients.worker import Worker
-    from fedloom.platform.federation.algorithm import Round, Stage
+    from fedloom.platform.federation.algorithm import Round
+    from fedloom.platform.federation.method import Stage
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
     from fedloom.platform.spaces.slices import SliceMap

@@ -8,22 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from fedloom.platform.clients.assignments import SERVER, Assignment, Task
+from fedloom.platform.clients.assignments import SERVER, Assignment, Task, evaluations_of
 from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.federation.algorithm import (
-    SUPERNET,
-    KeptModel,
-    Plan,
-    RoundResult,
-    RoundUpdate,
-    Row,
-    Stage,
-    evaluation_rows,
-    for_client,
-    for_server,
-)
-from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.world import evaluation_macs
+from fedloom.platform.federation.algorithm import SUPERNET, KeptModel, Plan, RoundResult, RoundUpdate, Row
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.selection import Cohort, for_client, for_server
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, extract
 
@@ -108,7 +97,7 @@ class EvaluationStage(Stage):
 
     def macs_left(self, state: RunState) -> float:
         """Those of scoring the remaining models."""
-        return evaluation_macs(self.world, max(0, self.models - state.round))
+        return self.world.evaluation_macs(max(0, self.models - state.round))
 
     def plan(self, state: RunState) -> Plan:
         """The server scores the model on validation and test data, each client on its own test data."""
@@ -126,8 +115,9 @@ class EvaluationStage(Stage):
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Returns the measurements and the model; the state does not change."""
         job = self.jobs(state)[state.round]
-        rows = [*evaluation_rows(result.client_results, job.name or None), *self._cost_rows(job)]
-        return RoundUpdate(state, rows, [self._kept(state, job)] if job.kept else [])
+        models = [self._kept(state, job)] if job.kept else []
+        evaluations = evaluations_of(result.client_results, job.name or None)
+        return RoundUpdate(state, self._cost_rows(job), models, evaluations=evaluations)
 
     def _cost_rows(self, job: EvaluationJob) -> list[Row]:
         """The costs of a model that is not stored and so has no row in `models`."""
@@ -178,7 +168,7 @@ class ClientEvaluation(Stage):
 
     def macs_left(self, state: RunState) -> float:
         """Those of scoring every client's model on its own test data."""
-        return evaluation_macs(self.world, 1 - state.round)
+        return self.world.evaluation_macs(1 - state.round)
 
     def plan(self, state: RunState) -> Plan:
         """The task for all clients, in plan order."""
@@ -192,4 +182,4 @@ class ClientEvaluation(Stage):
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Returns the clients' measurements; networks trained only to be scored are not stored."""
-        return RoundUpdate(state, evaluation_rows(result.client_results))
+        return RoundUpdate(state, evaluations=evaluations_of(result.client_results))

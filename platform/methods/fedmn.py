@@ -37,7 +37,8 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import SUPERNET, Method, Round, RunState, Stage, from_generator, to_all
+from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, from_generator, to_all
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silos import (

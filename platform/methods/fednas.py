@@ -22,15 +22,14 @@ from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
-    Method,
     Plan,
     Round,
     RoundResult,
     RoundTasks,
     RunState,
-    Stage,
     fresh_supernet,
 )
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_search import (

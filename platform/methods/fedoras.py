@@ -36,24 +36,21 @@ from fedloom.platform.clients.training import Trained
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
-    Method,
     Plan,
     Round,
     RoundResult,
     RoundTasks,
     RoundUpdate,
     RunState,
-    SharedTraining,
-    Stage,
     TrainingStage,
-    for_server,
     fresh_supernet,
     from_generator,
     to_all,
 )
-from fedloom.platform.federation.budgets import training_budget
+from fedloom.platform.federation.method import Method, SharedTraining, Stage
+from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
-from fedloom.platform.federation.world import World, expected_macs
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
@@ -243,7 +240,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         whose = () if config.communication.one_per_round else (client_id,)
         rng = stream(world.config.seed_for("training"), "subspace", round_.stage, round_.index, *whose)
         tier = int(world.tier_of_client[client_id])
-        train_budget = training_budget(world, client_id, round_.stage, round_.index)
+        train_budget = world.training_budget(client_id, round_.stage, round_.index)
         subspace = sample_subspace(sizes_by_tier[tier], limit, rng, world.costs_by_tier[tier], train_budget)
         return Train(Paths(subspace, train_budget, config.paths), round_.local, rules.weighting)
 
@@ -311,7 +308,7 @@ def tier_stage(
     def macs(state: RunState) -> float:
         architecture, bounds = chosen(state), world.tiers[tier]
         if architecture is None:  # not searched yet
-            return expected_macs(world, world.cost_table, bounds.lower, bounds.upper)
+            return world.expected_macs(world.cost_table, bounds.lower, bounds.upper)
         return world.macs_table.cost(architecture)
 
     return TrainingStage(
@@ -346,7 +343,7 @@ class SliceStage(Stage):
     def macs_left(self, state: RunState) -> float:
         """Those of the passes that statistics are estimated in."""
         left = len(self.world.tiers) - state.round
-        return max(0, left) * CALIBRATION_SAMPLES * expected_macs(self.world)
+        return max(0, left) * CALIBRATION_SAMPLES * self.world.expected_macs()
 
     def plan(self, state: RunState) -> Plan:
         """The server's estimate of one slice."""

@@ -25,7 +25,8 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Method, Round, Stage, fresh_supernet, to_all
+from fedloom.platform.federation.algorithm import Round, fresh_supernet, to_all
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_search import (

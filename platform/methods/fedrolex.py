@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.federation.algorithm import SUPERNET, Method
+from fedloom.platform.federation.algorithm import SUPERNET
+from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.tier_models import (
     WidthConfig,
@@ -26,7 +27,8 @@ from fedloom.platform.methods.tier_models import (
 from fedloom.platform.settings import ZERO_OR_MORE
 
 if TYPE_CHECKING:
-    from fedloom.platform.federation.algorithm import RunState, Stage
+    from fedloom.platform.federation.algorithm import RunState
+    from fedloom.platform.federation.method import Stage
     from fedloom.platform.federation.world import World
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.distillation import Taught
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
-from fedloom.platform.federation.algorithm import Method
+from fedloom.platform.federation.method import Method
 from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, of_widths, width_stages
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import PART, POSITIVE
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedloom.platform.clients.worker import Worker
-    from fedloom.platform.federation.algorithm import Stage
+    from fedloom.platform.federation.method import Stage
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Method, Plan, RoundResult, RunState, Stage, fresh_supernet
+from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState, fresh_supernet
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_search import (
     ArchitectureSearchConfig,

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.federation.algorithm import Method
-from fedloom.platform.federation.budgets import training_budget
+from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.tier_models import (
     WidthConfig,
@@ -30,7 +29,8 @@ from fedloom.platform.methods.tier_models import (
 from fedloom.platform.seeding import stream
 
 if TYPE_CHECKING:
-    from fedloom.platform.federation.algorithm import Round, Stage
+    from fedloom.platform.federation.algorithm import Round
+    from fedloom.platform.federation.method import Stage
     from fedloom.platform.federation.world import World
 
 
@@ -51,7 +51,7 @@ def stages(config: HeteroFLConfig, world: World) -> list[Stage]:
         if not config.dynamic:
             return Subnet(widest[int(world.tier_of_client[client_id])])
         rng = stream(world.config.seed_for("training"), "width", round_.index, client_id)
-        affordable = within(world, training_budget(world, client_id, round_.stage, round_.index))
+        affordable = within(world, world.training_budget(client_id, round_.stage, round_.index))
         return Subnet(affordable[int(rng.integers(len(affordable)))])
 
     return width_stages(world, config, network)

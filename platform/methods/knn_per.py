@@ -22,7 +22,7 @@ from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
 from fedloom.platform.clients.trainer import client_samples
 from fedloom.platform.clients.training import Samples, Score
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Method, Stage
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silos import (
     SubnetConfig,

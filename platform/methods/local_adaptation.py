@@ -5,7 +5,7 @@ Settings of SPIDER, App. B.1.
 
 from dataclasses import dataclass, field
 
-from fedloom.platform.federation.algorithm import Method, Stage
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silos import AdaptAndScore, AdaptationConfig, SubnetConfig, adaptation, subnet_stages
 

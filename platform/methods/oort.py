@@ -37,8 +37,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from fedloom.platform.federation.history import ClientRecord
-from fedloom.platform.federation.selection import Choice, Cohort, SelectionTraits
+from fedloom.platform.federation.selection import Choice, ClientRecord, Cohort, SelectionTraits
 from fedloom.platform.plugins import declares
 from fedloom.platform.settings import ONE_OR_MORE, PART, ZERO_OR_MORE
 

@@ -22,7 +22,8 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Method, Round, Stage
+from fedloom.platform.federation.algorithm import Round
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import EPOCHS, Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silos import (

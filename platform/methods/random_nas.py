@@ -18,9 +18,11 @@ import numpy as np
 
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.federation.algorithm import Method, Plan, RoundResult, RoundUpdate, RunState, Stage, for_server
+from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState
+from fedloom.platform.federation.method import Method, Stage
+from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import TrainingConfig, check_training
-from fedloom.platform.federation.world import World, evaluation_macs
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.fedoras import group_name, tier_stage
 from fedloom.platform.methods.tier_search import WINNERS, candidate_rows, check_validation_data, winner_of
@@ -66,7 +68,7 @@ class ContestStage(Stage):
 
     def macs_left(self, state: RunState) -> float:
         """Those of scoring one model."""
-        return evaluation_macs(self.world, 1 - state.round)
+        return self.world.evaluation_macs(1 - state.round)
 
     def plan(self, state: RunState) -> Plan:
         """The server scores the model."""

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any, get_args
 
-from fedloom.platform.federation.algorithm import Kind, Method, Own, SharedTraining, Stage
+from fedloom.platform.federation.method import Kind, Method, Own, SharedTraining, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_import_path, resolve
 from fedloom.platform.results.tables import TABLES
@@ -62,7 +62,7 @@ def find_method(name: str) -> Method:
     if not isinstance(found, Method):
         raise PluginError(
             f"method {name!r} is {an(type(found).__name__)}: give the import path of a Method, see "
-            "fedloom.platform.federation.algorithm"
+            "fedloom.platform.federation.method"
         )
     if is_import_path(name):
         _check(name, found)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, Task
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Evaluation, Measurement, Task, evaluations_of
 from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.networks import Described, Network, Subnet
 from fedloom.platform.clients.scoring import (
@@ -44,14 +44,12 @@ from fedloom.platform.federation.algorithm import (
     Round,
     RoundResult,
     RoundUpdate,
-    Row,
     RunState,
-    Stage,
     TrainingStage,
-    evaluation_rows,
     from_generator,
     to_all,
 )
+from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.training_config import (
     EPOCHS,
     Rules,
@@ -400,10 +398,9 @@ class SiloTraining(TrainingStage):
         planned = ClientEvaluation(self.world, self.test).planned(state.round, self.test(merged.state))
         tests = [replace(a, stage=self.name) for a in as_measured(planned)]
 
-        def watched(measured: RoundResult) -> list[Row]:
-            rows = evaluation_rows(measured.client_results)
-            of_test = [(t, row) for t, row in rows if row["split"] == "test" and row["metric"] == "accuracy"]
-            return [(table, {**row, "metric": WATCHED}) for table, row in of_test]
+        def watched(measured: RoundResult) -> list[Evaluation]:
+            evaluations = evaluations_of(measured.client_results)
+            return [replace(e, metric=WATCHED) for e in evaluations if e.split == "test" and e.metric == "accuracy"]
 
         return replace(merged, evaluation=PostRoundEvaluation(Plan(tests, self.group), watched))
 

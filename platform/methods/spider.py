@@ -33,18 +33,10 @@ from fedloom.platform.clients.scoring import (
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
 from fedloom.platform.clients.training import SGD, LocalSGD, Score, Step, epoch_sizes, resumed
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import (
-    SUPERNET,
-    Method,
-    Plan,
-    Round,
-    RunState,
-    Stage,
-    fresh_supernet,
-    to_all,
-)
+from fedloom.platform.federation.algorithm import SUPERNET, Plan, Round, RunState, fresh_supernet, to_all
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
-from fedloom.platform.federation.world import World, expected_macs
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation import ClientEvaluation, as_measured
 from fedloom.platform.methods.silo_search import (
     ArchitectureSearchConfig,
@@ -350,7 +342,7 @@ class GainStage(ClientEvaluation):
         samples = data.sizes("train") + (0 if self.config.epoch == BY_VALIDATION else data.sizes("validation"))
         remaining = silos[state.round :]
         times = len(remaining) - (not self.config.tune_own) * np.isin(silos, remaining)
-        return float(times @ samples[silos]) * self.config.epochs * TRAINING_FACTOR * expected_macs(self.world)
+        return float(times @ samples[silos]) * self.config.epochs * TRAINING_FACTOR * self.world.expected_macs()
 
     def plan(self, state: RunState) -> Plan:
         """Trains the architecture of silo `state.round` on the data of every silo."""

@@ -18,28 +18,26 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from fedloom.platform.averaging.shares import SHARES_RULES, SharesConfig, Sharing, check_shares, shares_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     KeptModel,
-    Method,
     Plan,
     Round,
     RoundResult,
     RoundTasks,
     RunState,
-    SharedTraining,
-    Stage,
     TrainingStage,
     fresh_supernet,
     from_generator,
     to_all,
 )
-from fedloom.platform.federation.budgets import training_budget
-from fedloom.platform.federation.distribution import (
+from fedloom.platform.federation.method import Method, SharedTraining, Stage
+from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.distribution import (
     FEWEST_FOR_SANDWICH,
     HEURISTICS,
     NEED_A_FAMILY,
@@ -50,8 +48,6 @@ from fedloom.platform.federation.distribution import (
     count_served,
     distribute,
 )
-from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
-from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation import (
     EvaluationConfig,
     EvaluationJob,
@@ -59,6 +55,7 @@ from fedloom.platform.methods.evaluation import (
     everybody,
     kept_model,
 )
+from fedloom.platform.methods.shares import SHARES_RULES, SharesConfig, Sharing, check_shares, shares_of
 from fedloom.platform.methods.shrinking import FEWEST_OF_SANDWICH, Shrinking
 from fedloom.platform.methods.target_search import search_stages, targets_of
 from fedloom.platform.methods.tier_search import WINNERS, check_statistics
@@ -245,7 +242,7 @@ def distribution_of(
 ) -> Distribution:
     """What a heuristic is given to choose the subnets of a round: clients in ascending order, and their budgets."""
     aware = config.distribution.tier_aware
-    budgets = tuple(training_budget(world, c, SUPERNET, index) if aware else inf for c in client_ids)
+    budgets = tuple(world.training_budget(c, SUPERNET, index) if aware else inf for c in client_ids)
     rng = stream(world.config.seed_for("training"), "distribution", SUPERNET, index)
     return Distribution(world.space, world.cost_table, index, client_ids, budgets, family, served, rng)
 

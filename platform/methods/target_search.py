@@ -10,18 +10,11 @@ from fedloom.platform.clients.assignments import SERVER, ClientResult, Task
 from fedloom.platform.clients.execution import Executor, SharedWeights, make_chunks
 from fedloom.platform.clients.latency import MeasureLatency
 from fedloom.platform.clients.scoring import ScoreSubnets
-from fedloom.platform.federation.algorithm import (
-    SUPERNET,
-    Plan,
-    RoundResult,
-    RoundUpdate,
-    Row,
-    RunState,
-    Stage,
-    for_server,
-)
+from fedloom.platform.federation.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState
 from fedloom.platform.federation.loop import merge_chunks
-from fedloom.platform.federation.world import World, expected_macs
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.selection import for_server
+from fedloom.platform.federation.world import World
 from fedloom.platform.methods.tier_search import (
     WINNERS,
     Goal,
@@ -133,7 +126,7 @@ class ScoringStage(Stage):
         if state.round > 0:
             return 0.0
         samples = self.config.validation_share * self.world.data.num_central("validation")
-        return self.expected * samples * expected_macs(self.world)
+        return self.expected * samples * self.world.expected_macs()
 
     def plan(self, state: RunState) -> Plan:
         """The subnets in groups, for the server's workers."""

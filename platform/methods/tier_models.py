@@ -21,14 +21,12 @@ from fedloom.platform.federation.algorithm import (
     RoundResult,
     RoundTasks,
     RoundUpdate,
-    Stage,
     TrainingStage,
-    for_client,
     fresh_supernet,
 )
-from fedloom.platform.federation.selection import Choice, Cohort
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.selection import Choice, Cohort, for_client
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
-from fedloom.platform.federation.world import evaluation_macs
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
 from fedloom.platform.methods.fedoras import group_name
 from fedloom.platform.methods.tier_search import check_statistics
@@ -220,7 +218,7 @@ class TierModelsStage(Stage):
 
     def macs_left(self, state: RunState) -> float:
         """Those of a pass over the clients' data per tier."""
-        return evaluation_macs(self.world, 2 * max(0, len(self.world.tiers) - state.round))
+        return self.world.evaluation_macs(2 * max(0, len(self.world.tiers) - state.round))
 
     def plan(self, state: RunState) -> Plan:
         """Clients with samples, drawn uniformly."""

@@ -11,20 +11,10 @@ import numpy as np
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.networks import ESTIMATED
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
-from fedloom.platform.federation.algorithm import (
-    SUPERNET,
-    Plan,
-    RoundResult,
-    RoundUpdate,
-    Row,
-    RunState,
-    Stage,
-    choose_cohort,
-    for_client,
-    for_server,
-)
-from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.world import World, expected_macs
+from fedloom.platform.federation.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.selection import Cohort, choose_cohort, for_client, for_server
+from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem
@@ -170,7 +160,7 @@ class TierSearchStage(Stage):
             of_clients = clients * everything / self.world.num_clients
             samples = of_clients + (samples if self.config.compare_with_central else 0.0)
         interval = self.goal.interval
-        macs = expected_macs(self.world, self.goal.table, interval.lower, interval.upper)
+        macs = self.world.expected_macs(self.goal.table, interval.lower, interval.upper)
         return max(0, self.goal.budget - scored) * samples * macs
 
     def plan(self, state: RunState) -> Plan:

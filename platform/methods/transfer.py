@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork
-from fedloom.platform.federation.algorithm import SUPERNET, Method, Round, TrainingStage, to_all
+from fedloom.platform.federation.algorithm import SUPERNET, Round, TrainingStage, to_all
+from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
-from fedloom.platform.methods.fedavg import able
 from fedloom.platform.results.checkpoint import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.seeding import torch_stream
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from fedloom.platform.clients.assignments import Assignment, ClientResult
     from fedloom.platform.clients.worker import Worker
-    from fedloom.platform.federation.algorithm import Stage
+    from fedloom.platform.federation.method import Stage
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
 
@@ -234,7 +234,7 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
             group=MODEL,
             initial=lambda state: state.weights(MODEL) if MODEL in state.groups else source.weights,
             tasks=to_all(task),
-            eligible=able(world, config.tier, subnet),
+            eligible=world.clients_from_tier(config.tier, subnet.architecture),
             score=lambda _state: [ScoreSubnet(subnet, MODEL, "validation")],
             macs=lambda _state: world.macs_table.cost(subnet.architecture),
         )

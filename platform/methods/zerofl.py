@@ -25,14 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.averaging.sparsify import By, Sparsify
+from fedloom.platform.averaging.processors import By, Sparsify
 from fedloom.platform.clients.local_rules import refuse_parts
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.federation.algorithm import Method
+from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import rules_of
-from fedloom.platform.methods.fedavg import Deployment, FedAvgConfig, fedavg_stages
+from fedloom.platform.methods.evaluation import EvaluationJob, EvaluationStage, everybody
+from fedloom.platform.methods.fedavg import FedAvgConfig, subnet_of, training
 from fedloom.platform.settings import BELOW_ONE, PART
 from fedloom.platform.spaces.base import SearchSpace, once
 from fedloom.platform.spaces.initialisation import on_meta
@@ -41,8 +42,12 @@ from fedloom.platform.spaces.slices import SliceMap, Weights, architecture_id
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Assignment, ClientResult
     from fedloom.platform.clients.worker import Worker
-    from fedloom.platform.federation.algorithm import Round, Stage
+    from fedloom.platform.federation.algorithm import Round, RunState
+    from fedloom.platform.federation.method import Stage
     from fedloom.platform.federation.world import World
+
+SPARSE = "deployed"
+"""The tensor group of the weights that the model is used with, which are not those that were trained."""
 
 
 @dataclass
@@ -181,13 +186,17 @@ def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
         largest_changes = (Sparsify(share=sends, by=config.by),) if sends < 1 else ()
         return Train(network, round_.local, round_.rules.weighting, processors=largest_changes)
 
-    if not config.sparsity:
-        return fedavg_stages(config, world, config.name, client)
-    sparse = Deployment(
-        lambda subnet: ScoreThinned(subnet, config.name, "validation", share=kept),
-        lambda subnet, weights: thinned(world.space, subnet, weights, kept),
-    )
-    return fedavg_stages(config, world, config.name, client, sparse)
+    model, subnet = config.name, subnet_of(config, world)
+    score = ScoreThinned(subnet, model, "validation", share=kept) if config.sparsity else None
+
+    def thin(state: RunState) -> RunState:
+        if not config.sparsity or model not in state.groups:
+            return state
+        return state.with_group(SPARSE, thinned(world.space, subnet, state.weights(model), kept))
+
+    job = EvaluationJob("", model, subnet, SPARSE if config.sparsity else model, everybody(world), kept=model)
+    evaluation = EvaluationStage(world, config.evaluation, lambda _state: [job], models=1, prepare=thin)
+    return [training(config, world, model, client, score), *([evaluation] if config.evaluate else [])]
 
 
 METHOD = Method(ZeroFLConfig, stages, kind="shared", lacks=("candidates",))

@@ -16,8 +16,9 @@ from fedloom.platform.clients.execution import (
     SharedWeights,
 )
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage, TrainingStage
+from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, TrainingStage
 from fedloom.platform.federation.forecast import macs_left
+from fedloom.platform.federation.method import Stage
 from fedloom.platform.spaces.slices import TensorGroup, Weights
 
 

@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import RunState, Stage
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.costs import RunCosts, load_costs
 from fedloom.platform.federation.event_files import FOLDER as EVENTS, EventFiles, Events, NoEvents, check_event_files
+from fedloom.platform.federation.ineffective_keys import keys_without_effect
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
+from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
-from fedloom.platform.federation.without_effect import keys_without_effect
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.tiers import RunCosts, load_costs
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
 from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint

@@ -21,7 +21,7 @@ import numpy as np
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.federated import FederatedData, size_variation
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.costs import RunCosts, store_costs
+from fedloom.platform.federation.tiers import RunCosts, store_costs
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
 from fedloom.platform.results.files import content_hash, from_json, write_atomically

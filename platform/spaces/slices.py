@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -47,6 +49,28 @@ class Slice:
         return tensor[tuple(slice(start, stop) for start, stop in self.region)]
 
 
+def whole_region(tensor: Tensor) -> Region:
+    """The region of all of a tensor."""
+    return tuple((0, n) for n in tensor.shape)
+
+
+def part_of(tensor: Tensor, region: Region) -> Tensor:
+    """A view of a region of a full tensor."""
+    return tensor[tuple(slice(start, stop) for start, stop in region)]
+
+
+def part_in(tensor: Tensor, box: Region, region: Region) -> Tensor:
+    """A view of a region of a tensor that is stored on the box."""
+    if region == box:
+        return tensor
+    return tensor[tuple(slice(r[0] - b[0], r[1] - b[0]) for b, r in zip(box, region, strict=True))]
+
+
+def inside(cell: Region, region: Region) -> bool:
+    """Whether a region holds a cell as a whole."""
+    return all(r[0] <= c[0] and c[1] <= r[1] for c, r in zip(cell, region, strict=True))
+
+
 SliceMap = Mapping[str, Slice]
 """The slice of the supernet for each tensor of a subnet, by its name in the subnet."""
 
@@ -70,6 +94,23 @@ FLOAT_BYTES = 4
 def bytes_of(tensors: Weights) -> int:
     """The size of the tensors' values in bytes, as counted for communication."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Weights) -> str | None:
+    """The name of the first floating-point tensor with a NaN or infinite value, None if all are finite."""
+    # One reduction per tensor and one device synchronisation in all: a sum is finite only if all of its entries are. A
+    # sum of finite entries that overflows also means that training diverged.
+    sums = {name: tensor.sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not sums:
+        return None
+    found = list(sums.values())
+    if len({each.dtype for each in found}) > 1:
+        found = [each.double() for each in found]
+    if math.isfinite(torch.stack(found).sum().item()):
+        return None
+    # The sum over all tensors may overflow while each tensor's own is finite.
+    return next((name for name, each in sums.items() if not math.isfinite(each.item())), None)
 
 
 def architecture_id(architecture: Architecture) -> str:

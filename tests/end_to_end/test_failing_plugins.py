@@ -59,8 +59,9 @@ def call(*arguments: str) -> int:
 
 HEAD = """from dataclasses import dataclass
 from typing import Annotated
-from fedloom.platform.federation.algorithm import RoundUpdate, Plan, Stage
-from fedloom.platform.federation.algorithm import Method
+from fedloom.platform.federation.algorithm import RoundUpdate, Plan
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.method import Method
 from fedloom.platform.settings import ONE_OR_MORE
 
 @dataclass

@@ -30,10 +30,9 @@ from fedloom.platform.clients.execution import (
     make_chunks,
 )
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import ExecutorConfig, FailuresConfig, RunConfig
 from fedloom.platform.federation.loop import RunFailedError, merge_chunks
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.tables import read_table

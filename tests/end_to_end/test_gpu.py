@@ -20,8 +20,8 @@ from fedloom.platform.clients.execution import Chunk, SharedWeights, run_assignm
 from fedloom.platform.clients.kernels import set_up_process
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.spaces.slices import Weights

@@ -21,10 +21,9 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import override_text
 from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.federation.algorithm import RunState, from_generator
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.recorder import restored_state
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table

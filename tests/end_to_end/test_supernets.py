@@ -15,9 +15,8 @@ import torch
 
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.files import from_hashed_json

@@ -12,7 +12,7 @@ import pytest
 
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.plugins import is_import_path
 from fedloom.platform.runs.run import planned_stages
 from fedloom.platform.spaces.base import SearchSpace
@@ -58,7 +58,7 @@ class Place:
         return f"{self.imports}def mine({given}):\n{indent(body or self.right, '    ')}\n"
 
 
-SHARES = "from fedloom.platform.averaging.shares import Shares\n"
+SHARES = "from fedloom.platform.methods.shares import Shares\n"
 ARRAYS = """import numpy as np
 from fedloom.platform.data.arrays import Arrays
 X = np.arange(200 * 64).reshape(200, 8, 8).astype(np.uint8)
@@ -144,7 +144,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setattr(sys, "path", [*sys.path, str(folder)])
-        patched.setattr("fedloom.platform.federation.building.build_space", remembered)
+        patched.setattr("fedloom.platform.federation.world.build_space", remembered)
         yield folder
     for name in [name for name in sys.modules if name.startswith("wrong_")]:
         del sys.modules[name]
@@ -333,7 +333,7 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
         ("return [(9, 9)] * 4", "fails: ValueError: stage 1 of resnet_elastic_small has the options 0 to"),
     ],
     "shares rule": [
-        ("return [1.0] * 4", "gives list: give a fedloom.platform.averaging.shares.Shares"),
+        ("return [1.0] * 4", "gives list: give a fedloom.platform.methods.shares.Shares"),
         ("return Shares(None)", "gives None shares to 4 clients: give one per client"),
         (f"return Shares([{NAN}] * 4)", "gives the share nan: shares are finite numbers"),
         ("return Shares([1.0] * 4, {'a': 'b'})", "the schedule a the value 'b': give numbers by their names"),

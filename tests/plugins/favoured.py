@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fedloom.platform.averaging.shares import Shares, Sharing
+from fedloom.platform.methods.shares import Shares, Sharing
 from fedloom.platform.settings import POSITIVE
 
 

@@ -12,7 +12,8 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Method, Stage, to_all
+from fedloom.platform.federation.algorithm import to_all
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silos import (

@@ -14,7 +14,8 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Correction
-from fedloom.platform.federation.algorithm import Initial, Method, Round, Stage, TrainingStage, from_generator, to_all
+from fedloom.platform.federation.algorithm import Initial, Round, TrainingStage, from_generator, to_all
+from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody

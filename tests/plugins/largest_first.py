@@ -1,6 +1,6 @@
 """A distribution heuristic: everybody who can train the largest subnet gets it, the others a random one."""
 
-from fedloom.platform.federation.distribution import Distribution
+from fedloom.platform.methods.distribution import Distribution
 from fedloom.platform.spaces.slices import Architecture
 
 

@@ -37,8 +37,8 @@ from fedloom.platform.clients.execution import (
     make_chunks,
 )
 from fedloom.platform.clients.worker import Worker, WorkerSpec
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.loop import RunFailedError, merge_chunks
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.spaces.slices import Slice, Weights
 
 pytestmark = pytest.mark.ray

@@ -35,10 +35,9 @@ from fedloom.platform.clients.execution import (
 )
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.federation.algorithm import RoundResult
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import TABLES, TIME_COLUMNS, read_table

@@ -15,7 +15,7 @@ from fedloom.experiments.ablation.checks import checked_trials
 from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial, check_fits
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.ablations import Trial
-from fedloom.platform.federation import building
+from fedloom.platform.federation import world as world_module
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, ObjectiveConfig, RunConfig
 from fedloom.platform.federation.world import World
 from fedloom.tiers.tier import Tier, make_tiers
@@ -212,14 +212,14 @@ def test_what_trials_share_is_built_once(
     """Seeds change from one trial to the next, and every one of them has a world of its own."""
     built: list[RunConfig] = []
     measured: list[object] = []
-    build, measure = checks.planned_world, building.measure_costs
+    build, measure = checks.planned_world, world_module.measure_costs
 
     def counted(config: RunConfig, *costs: Any) -> World:
         built.append(config)
         return build(config, *costs)
 
     monkeypatch.setattr(checks, "planned_world", counted)
-    monkeypatch.setattr(building, "measure_costs", lambda *given: measured.append(given) or measure(*given))
+    monkeypatch.setattr(world_module, "measure_costs", lambda *given: measured.append(given) or measure(*given))
     trials = [trial(i, seed=1 + i % 2, checkpoint=CheckpointConfig(every=1 + i)) for i in range(6)]
     found = checked_trials(trials, tmp_path, cluster(2))
     assert [c.trial for c in found] == trials

@@ -6,8 +6,8 @@ import pytest
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.presets import experiments
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.training_config import learning_rate
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.target_search import targets_of
 from fedloom.platform.runs.run import planned_stages
 from fedloom.platform.spaces.registry import build_space

@@ -13,12 +13,12 @@ import torch
 
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, Stage
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import Loop, merge_chunks
+from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Record, Recorder
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.superfednas import ElasticTrainingConfig, SuperFedNASConfig
 from fedloom.platform.results.paths import list_runs

@@ -20,9 +20,9 @@ from fedloom.platform.data.augment import (
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, augmentation_of, own_augmentation, rules_of
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.plugins import ComponentSpec
 
 RANDOM = "crop_flip_randaugment_cutout"

@@ -20,8 +20,8 @@ from fedloom.platform.data.augment import (
     with_noise,
 )
 from fedloom.platform.data.speech import RATE, mfcc
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.plugins import ComponentSpec
 
 needs_librosa = pytest.mark.skipif(

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update, WeightedSums, average, first_not_finite, part_of
+from fedloom.platform.averaging.average import Update, WeightedSums, average
 from fedloom.platform.averaging.weighting import Work, fedavg, opa, plain
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.slices import Region, Slice
+from fedloom.platform.spaces.slices import Region, Slice, first_not_finite, part_of
 
 
 def whole(tensors: Mapping[str, Tensor], weights: Mapping[str, float]) -> Update:

@@ -18,9 +18,9 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.depthfl import DepthFLConfig, WithExits, loss_of_exits, ramped_up
 from fedloom.platform.methods.registry import build_stages, check_space
 from fedloom.platform.plugins import PluginError

@@ -13,8 +13,8 @@ from torch import Tensor
 from fedloom.platform.clients.details import MOST_CLASSES, PROMPT, WRITTEN, confusion, joined, paragraph
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
 
 NAMES = ("<pad>", *"abcdefgh", "<oov>", "<bos>", "<eos>")

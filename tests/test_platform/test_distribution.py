@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fedloom.platform.federation import distribution
-from fedloom.platform.federation.distribution import (
+from fedloom.platform.methods import distribution
+from fedloom.platform.methods.distribution import (
     HEURISTICS,
     Distribution,
     Served,

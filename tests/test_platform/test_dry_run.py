@@ -12,11 +12,10 @@ import pytest
 
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import CheckpointConfig, DevicesConfig, RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.superfednas import DistributionConfig, ShrinkingConfig
 from fedloom.platform.results.checkpoint import load_checkpoint

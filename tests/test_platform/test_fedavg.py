@@ -15,13 +15,11 @@ from fedloom.platform.averaging.average import Update, average
 from fedloom.platform.clients.assignments import ClientResult, Measurement
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RunState, TrainingStage
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.history import unpacked
 from fedloom.platform.federation.loop import RunFailedError
-from fedloom.platform.federation.selection import Choice
+from fedloom.platform.federation.selection import Choice, unpacked
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.checkpoint import load_model
@@ -143,7 +141,7 @@ def test_a_model_at_chance_whose_clients_are_not_is_warned_of_once(
         score = Measurement("fedavg", "0-1-2", "validation", "accuracy", model, 32)
         reports = [ClientResult(client_id=0, tier="tier1", metric=clients, samples=10), ClientResult(tier="server")]
         results = [reports[0], replace(reports[1], measurements=(score,))]
-        stage.warnings.looked_at(RunState(round=index), results)
+        stage.warnings.after_round(index, {}, results)
         return len(caplog.messages)
 
     assert compared(4, 0.82, 0.10) == 0, "the first rounds say nothing"

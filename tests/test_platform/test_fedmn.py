@@ -21,12 +21,12 @@ from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import SUPERNET, RunState, Stage
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.algorithm import SUPERNET, RunState
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
+from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.training_config import local_sgd, rules_of
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedmn import FedMnConfig, FedMnTrainingConfig, ScoreModular, TrainModular
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silos import AdaptationConfig, SiloTrainingConfig

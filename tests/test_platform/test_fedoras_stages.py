@@ -15,10 +15,10 @@ from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.algorithm import RunState, Stage
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import fedoras
 from fedloom.platform.methods.fedoras import CommunicationConfig
 from fedloom.platform.methods.registry import build_stages

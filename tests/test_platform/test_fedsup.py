@@ -11,8 +11,8 @@ from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.shrinking import Shrinking
 from fedloom.platform.methods.superfednas import ShrinkingConfig

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.platform.federation.distribution import Distribution, pareto_path
+from fedloom.platform.methods.distribution import Distribution, pareto_path
 from fedloom.platform.search.fitness import MOST_RHO, fitness_of, path_of_the_fittest as path_of
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.elastic import ElasticSpace

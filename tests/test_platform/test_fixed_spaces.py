@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.federation.building import split_into_tiers
+from fedloom.platform.federation.tiers import split_into_tiers
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.darts import DARTS_V2_CELLS, DartsSpace, DartsV2Design, kept_by
 from fedloom.platform.spaces.fixed import FixedNetwork, FixedSpace

@@ -9,10 +9,11 @@ import pytest
 
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import RunState, Stage
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.forecast import Forecast, Left
 from fedloom.platform.federation.loop import RoundProgress
+from fedloom.platform.federation.method import Stage
 from fedloom.platform.runs.run import Watcher, start_run
 from fedloom.tiers.devices import TRAINING_FACTOR
 

@@ -12,13 +12,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
 
-from fedloom.platform.averaging.sparsify import kept_of, saved_by, sparsified
+from fedloom.platform.averaging.processors import kept_of, saved_by, sparsified
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.history import ClientRecord
-from fedloom.platform.federation.selection import Choice, Cohort, select
+from fedloom.platform.federation.selection import Choice, ClientRecord, Cohort, select
 from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.oort import oort, utilities_of
 from fedloom.platform.methods.pyramidfl import pyramidfl

@@ -11,9 +11,9 @@ from sklearn.datasets import load_digits
 
 from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.verify import Verified, verified
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.results.manifest import Manifest, problems
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import TABLES, read_table

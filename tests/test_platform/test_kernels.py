@@ -14,8 +14,8 @@ from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.kernels import AUTOCAST, WORKSPACE, Kernels, set_up_process
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, Correction, LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.seeding import torch_stream

@@ -14,22 +14,16 @@ from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
+    Evaluation,
     Measurement,
+    evaluations_of,
 )
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import (
-    Plan,
-    PostRoundEvaluation,
-    RoundResult,
-    RoundUpdate,
-    Row,
-    RunState,
-    Stage,
-    evaluation_rows,
-)
+from fedloom.platform.federation.algorithm import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, RunState
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RoundProgress, round_row
+from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Recorder, restored_state
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths
@@ -94,7 +88,7 @@ class Counting(Stage):
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
         weights = result.sums.finish(state.weights("model")).weights
-        return RoundUpdate(state.with_group("model", weights), evaluation_rows(result.client_results))
+        return RoundUpdate(state.with_group("model", weights), evaluations=evaluations_of(result.client_results))
 
     def end(self, state: RunState) -> RoundUpdate:
         return RoundUpdate(state.with_data(f"{self.name} ended", True))
@@ -310,10 +304,10 @@ class Reviewed(Counting):
         if state.round < self.rounds - 1:
             return merged
 
-        def rows(result: RoundResult) -> list[Row]:
-            return [(table, {**row, "round": self.rounds}) for table, row in evaluation_rows(result.client_results)]
+        def after_it(result: RoundResult) -> list[Evaluation]:
+            return evaluations_of(result.client_results, round_=self.rounds)
 
-        return replace(merged, evaluation=PostRoundEvaluation(Plan([self._look(state)], "model"), rows))
+        return replace(merged, evaluation=PostRoundEvaluation(Plan([self._look(state)], "model"), after_it))
 
 
 def test_an_evaluation_measures_the_state_after_its_round(setting: Setting) -> None:

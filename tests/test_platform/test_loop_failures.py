@@ -27,9 +27,10 @@ from fedloom.platform.clients.execution import (
 )
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation import recorder as recorder_module
-from fedloom.platform.federation.algorithm import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, RunState, Stage
+from fedloom.platform.federation.algorithm import Plan, PostRoundEvaluation, RoundResult, RoundUpdate, RunState
 from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, FailuresConfig
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RunFailedError
+from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Recorder, restored_state
 from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.platform.clients.assignments import ClientResult, Measurement
+from fedloom.platform.clients.assignments import ClientResult, Evaluation, Measurement
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, Validated, split_of, validated
 from fedloom.platform.runs.run import Watcher, make_serial, start_run
@@ -24,30 +24,30 @@ def test_the_metric_is_of_training_data_unless_nobody_trained() -> None:
     assert split_of([]) == "train"
 
 
-def row(
-    value: float, client_id: int | None = None, metric: str = "accuracy", **more: Any
-) -> tuple[str, dict[str, Any]]:
-    return "evaluations", {"split": "validation", "metric": metric, "value": value, "client_id": client_id, **more}
+def measured(
+    value: float, client_id: int | None = None, metric: str = "accuracy", round_: int | None = None
+) -> Evaluation:
+    return Evaluation("m", "tier1", "0", client_id, "validation", metric, value, 1, None, round_)
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    ("evaluations", "expected"),
     [
         ([], None),
-        ([("candidates", {}), row(9.0, metric="loss")], None),
-        ([row(0.2), row(0.4), row(7.0, metric="loss")], Validated(pytest.approx(0.3), 5)),
-        ([row(0.2, client_id=1), row(0.4, client_id=2)], Validated(pytest.approx(0.3), 6)),
-        ([row(0.2), row(0.8, round=6)], Validated(0.8, 6)),
-        ([row(float("nan"))], None),
+        ([measured(9.0, metric="loss")], None),
+        ([measured(0.2), measured(0.4), measured(7.0, metric="loss")], Validated(pytest.approx(0.3), 5)),
+        ([measured(0.2, client_id=1), measured(0.4, client_id=2)], Validated(pytest.approx(0.3), 6)),
+        ([measured(0.2), measured(0.8, round_=6)], Validated(0.8, 6)),
+        ([measured(float("nan"))], None),
     ],
     ids=["nothing", "no accuracy", "the server before", "silos after", "after the round", "not a number"],
 )
-def test_validation_is_the_latest_of_a_round(rows: Any, expected: Validated | None) -> None:
-    assert validated(rows, 5) == expected
+def test_validation_is_the_latest_of_a_round(evaluations: Any, expected: Validated | None) -> None:
+    assert validated(evaluations, 5) == expected
 
 
 def test_validation_where_nobody_trained_is_after_no_number_of_rounds() -> None:
-    assert validated([row(0.25)], 0, trained=False) == Validated(0.25, None)
+    assert validated([measured(0.25)], 0, trained=False) == Validated(0.25, None)
 
 
 def test_a_run_tells_of_validation_after_its_last_round(tiny_config: Callable[..., RunConfig]) -> None:

@@ -12,8 +12,8 @@ from fedloom.platform.clients.mixed import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.silo_search import Perturbation, batch_statistics, with_row
 from fedloom.platform.methods.spider import SpiderConfig
 from fedloom.platform.seeding import torch_stream

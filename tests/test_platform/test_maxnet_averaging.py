@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums, average
-from fedloom.platform.averaging.shares import SharesConfig, Sharing, maxnet, overlap
 from fedloom.platform.averaging.weighting import Work, fedavg, plain
+from fedloom.platform.methods.shares import SharesConfig, Sharing, maxnet, overlap
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.resnet import ResnetDesign

@@ -15,10 +15,9 @@ from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import Dataset, TestReadError
 from fedloom.platform.data.partition import Partition
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RunFailedError
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import fedoras, tier_search
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.plugins import place_in_own, raised_by_own
 from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import run_paths

@@ -15,13 +15,12 @@ from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging.accounting import epsilon, with_round
 from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.averaging.privacy import clip_changes, expected_weights, limited, privatised
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.averaging.privacy import clip_changes, epsilon, expected_weights, limited, privatised, with_round
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
-from fedloom.platform.federation.privacy import check_privacy
+from fedloom.platform.federation.processing import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.slices import Region, Slice

@@ -11,10 +11,18 @@ import pytest
 import torch
 
 from fedloom.platform.averaging.average import Averaged, Update, WeightedSums
-from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic, expected_traffic, sent
-from fedloom.platform.averaging.sparsify import Sparsify, with_share
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.averaging.processors import (
+    Message,
+    Processor,
+    ServerContext,
+    Sparsify,
+    Traffic,
+    expected_traffic,
+    sent,
+    with_share,
+)
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.slices import Slice

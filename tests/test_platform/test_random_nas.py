@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.random_nas import RandomNasConfig, drawn
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.slices import architecture_id

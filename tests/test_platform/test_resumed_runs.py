@@ -14,7 +14,6 @@ from fedloom.experiments.show import RunView
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation import recorder as recorder_module
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import (
     BudgetConfig,
     CheckpointConfig,
@@ -24,7 +23,7 @@ from fedloom.platform.federation.config import (
     TiersConfig,
 )
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.status import read_status

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.platform.federation.building import sampled_costs, split_into_tiers
 from fedloom.platform.federation.config import RunConfig, TiersConfig
-from fedloom.platform.federation.costs import load_costs, measure_costs, store_costs
+from fedloom.platform.federation.tiers import load_costs, measure_costs, sampled_costs, split_into_tiers, store_costs
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.tier import share_of_models

@@ -16,9 +16,8 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, estimate_statistics, evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import TestReadError
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedoras import Paths
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.operator_choice import Beginnings, OperatorChoiceSpace, PathNetwork

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.search.base import Interval, in_unit, merit, pareto_front, winner

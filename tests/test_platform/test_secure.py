@@ -11,14 +11,14 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update, WeightedSums, part_of
-from fedloom.platform.averaging.secure import PRIME, SecureRound, needed_of, restored, shares_of
+from fedloom.platform.averaging.average import Update, WeightedSums
+from fedloom.platform.averaging.secure import PRIME, SecureRound, needed_of, restored_secret, secret_shares
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.loop import RunFailedError
-from fedloom.platform.federation.privacy import check_privacy
+from fedloom.platform.federation.processing import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
 from fedloom.platform.methods.fedavg import FedAvgConfig
-from fedloom.platform.spaces.slices import Region, Slice
+from fedloom.platform.spaces.slices import Region, Slice, part_of
 
 Make = Callable[..., RunConfig]
 SHAPE = (12, 9)
@@ -31,17 +31,17 @@ SHAPE = (12, 9)
 @given(st.integers(0, 2**63 - 1), st.integers(2, 12), st.data())
 def test_enough_shares_restore_a_secret(secret: int, holders: int, data: st.DataObject) -> None:
     needed = data.draw(st.integers(2, holders))
-    shares = shares_of(secret, range(holders), needed, np.random.default_rng(1))
+    shares = secret_shares(secret, range(holders), needed, np.random.default_rng(1))
     some = data.draw(st.permutations(range(holders)))[:needed]
-    assert restored({holder: shares[holder] for holder in some}) == secret
+    assert restored_secret({holder: shares[holder] for holder in some}) == secret
 
 
 def test_fewer_shares_say_nothing() -> None:
     # For any two shares of three there is a polynomial with every secret: what they "restore" is spread evenly.
     found = []
     for trial in range(400):
-        shares = shares_of(12345, range(5), 3, np.random.default_rng(trial))
-        found.append(restored({0: shares[0], 1: shares[1]}) * 8 // PRIME)
+        shares = secret_shares(12345, range(5), 3, np.random.default_rng(trial))
+        found.append(restored_secret({0: shares[0], 1: shares[1]}) * 8 // PRIME)
     assert chisquare(np.bincount(found, minlength=8)).pvalue > 1e-3
 
 
@@ -66,8 +66,8 @@ def cohorts(draw: st.DrawFn) -> tuple[dict[int, Region], set[int]]:
     return held, draw(st.sets(st.sampled_from(sorted(held)), max_size=len(held)))
 
 
-def round_of(held: dict[int, Region], needed: int = 2, least: int = 2, place: str = "here") -> SecureRound:
-    return SecureRound(7, (place, 0), {c: {"w": region} for c, region in held.items()}, needed, least=least)
+def round_of(held: dict[int, Region], needed: int = 2, least: int = 2, names: str = "here") -> SecureRound:
+    return SecureRound(7, (names, 0), {c: {"w": region} for c, region in held.items()}, needed, least=least)
 
 
 def updates_of(held: dict[int, Region], old: Tensor, scale: float = 1.0) -> dict[int, Update]:
@@ -142,7 +142,7 @@ def test_what_the_server_sees_is_uniform_whatever_the_update() -> None:
     views = []
     for scale in (0.0, 1.0):
         update = updates_of(held, old, scale)[1]
-        seen = round_of(held, place=f"scale {scale}").masked(1, update, {"w": old}).tensors["w"].numpy()
+        seen = round_of(held, names=f"scale {scale}").masked(1, update, {"w": old}).tensors["w"].numpy()
         views.append(seen)
         for shift in (0, 8, 16, 24):
             octets = (seen.view(np.uint32) >> shift) & 255

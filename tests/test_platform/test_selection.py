@@ -13,14 +13,18 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
 
 from fedloom.platform.clients.assignments import ClientResult
-from fedloom.platform.federation.history import ClientRecord, History, packed, recorded, unpacked
 from fedloom.platform.federation.selection import (
     DRAWS_PER_CLIENT,
     SELECTION_RULES,
     Choice,
+    ClientRecord,
     Cohort,
+    History,
     check_selection,
+    packed,
+    recorded,
     select,
+    unpacked,
 )
 from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.seeding import stream

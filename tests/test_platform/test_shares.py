@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from fedloom.platform.averaging.shares import (
+from fedloom.platform.methods.shares import (
     Shares,
     SharesConfig,
     Sharing,
@@ -152,7 +152,7 @@ def test_rules_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "given_", "message"),
     [
-        ("bare", [1.0, 1.0], r"gives list: give a fedloom\.platform\.averaging\.shares\.Shares"),
+        ("bare", [1.0, 1.0], r"gives list: give a fedloom\.platform\.methods\.shares\.Shares"),
         ("few", Shares([1.0]), "gives 1 shares to 2 clients: give one per client"),
         ("negative", Shares([1.0, -0.5]), r"gives the share -0\.5: shares are finite numbers of at least 0"),
         ("endless", Shares([1.0, float("inf")]), "gives the share inf"),

@@ -24,9 +24,8 @@ from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import knn_per
 from fedloom.platform.methods.ditto import DittoConfig, DittoTrainingConfig
 from fedloom.platform.methods.knn_per import KnnPerConfig, ScoreNearest, best_share, nearest_labels, score_of

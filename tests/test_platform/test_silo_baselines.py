@@ -22,10 +22,9 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endless_batches
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.ditto import DittoConfig, DittoTrainingConfig, TrainDitto
 from fedloom.platform.methods.per_fedavg import MetaStep, PerFedAvgConfig, PerFedAvgTrainingConfig, TrainMeta
 from fedloom.platform.methods.registry import build_stages

@@ -19,10 +19,9 @@ from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError, RunFailedError
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.silo_search import ArchitectureSearchConfig
 from fedloom.platform.methods.silos import ScoreOwn, unpacked
 from fedloom.platform.methods.spider import GainConfig, SpiderConfig, SpiderTrainingConfig, TrainSpider, stages

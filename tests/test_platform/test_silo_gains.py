@@ -13,10 +13,10 @@ from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, Score, evaluate, train_locally
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import RunState, Stage
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import spider
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silo_search import ArchitectureSearchConfig
@@ -220,7 +220,7 @@ def test_the_macs_left_are_those_of_what_is_trained(
     trained: list[int],
     options: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(spider, "expected_macs", lambda _: 7.0)
+    monkeypatch.setattr(World, "expected_macs", lambda _: 7.0)
     gains, _ = crossed(make_config, run_stages, epochs=2, **options)
     assert gains.stage.macs_left(replace(gains.before, round=0)) == sum(trained) * 2 * 3 * 7
     silos = options.get("clients", 3)

@@ -8,9 +8,8 @@ import pandas as pd
 import pytest
 
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.ditto import DittoConfig
 from fedloom.platform.methods.fednas import FedNasConfig
 from fedloom.platform.methods.fedpnas import FedPnasConfig

@@ -22,10 +22,10 @@ from fedloom.platform.data.artefact import IntArray
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.federation.algorithm import RoundResult, RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.fixed import FixedNetwork, FixedSpace

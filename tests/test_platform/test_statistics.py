@@ -15,8 +15,8 @@ from fedloom.platform.clients.scoring import ScoreSubnet, calibration_samples, s
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, Samples, Score, estimate_statistics, evaluate
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.slices import Architecture, extract

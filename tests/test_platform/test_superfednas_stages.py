@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from fedloom.platform.averaging.average import average
-from fedloom.platform.averaging.shares import SharesConfig
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import merge_chunks
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.evaluation import EvaluationConfig
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.shares import SharesConfig
 from fedloom.platform.methods.superfednas import DistributionConfig, ElasticTrainingConfig, ShrinkingConfig
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import list_runs

@@ -13,9 +13,8 @@ import pytest
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.data.federated import FederatedData
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.runs.supernets import supernet_key
 from fedloom.platform.settings import settings_of
 from fedloom.tiers.device_files import write_device_table

@@ -11,11 +11,10 @@ import pytest
 
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.budgets import training_budget
-from fedloom.platform.federation.building import build_world, split_into_tiers
 from fedloom.platform.federation.config import RunConfig, TiersConfig
-from fedloom.platform.federation.distribution import Distribution, random
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.tiers import split_into_tiers
+from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods.distribution import Distribution, random
 from fedloom.platform.methods.superfednas import SEARCHED
 from fedloom.platform.methods.target_search import search_supernet
 from fedloom.platform.results.checkpoint import load_model
@@ -189,7 +188,7 @@ def test_budgets_never_fall_below_the_smallest_subnet(elastic_config: Make) -> N
     world: World = build_world(elastic_config())
     space = world.space
     assert isinstance(space, ElasticSpace)
-    budgets = tuple(training_budget(world, c, "supernet", 0) for c in range(8))
+    budgets = tuple(world.training_budget(c, "supernet", 0) for c in range(8))
     distribution = Distribution(space, world.cost_table, 0, tuple(range(8)), budgets, (), {}, stream(1, "test"))
     for client, architecture in enumerate(random(distribution)):
         assert world.cost_table.cost(architecture) <= world.tier(client).upper

@@ -11,9 +11,8 @@ import torch
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.checkpoint import load_model

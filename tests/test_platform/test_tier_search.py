@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.tier_search import TierSearchStage, winner_of
 from fedloom.platform.seeding import torch_stream

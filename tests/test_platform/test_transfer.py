@@ -16,9 +16,9 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.transfer import OnlyHead, TrainHead, TransferConfig, source_of

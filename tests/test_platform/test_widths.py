@@ -21,10 +21,9 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, estimate_statistics
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import ObjectiveConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedrolex import FedRolexConfig
 from fedloom.platform.methods.fjord import FjordConfig, Ordered
 from fedloom.platform.methods.heterofl import HeteroFLConfig

@@ -16,12 +16,10 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.algorithm import Plan, RunState, choose_cohort, for_client
-from fedloom.platform.federation.budgets import training_budget
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.algorithm import Plan, RunState
 from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, RunConfig, SeedsConfig, TiersConfig
-from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.selection import Cohort, choose_cohort, for_client
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedoras import Paths
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.plugins import ComponentSpec
@@ -199,17 +197,17 @@ def test_a_schedule_scales_the_tiers_budget_but_never_below_the_smallest_path(ti
     world = build_world(tiny_config(tiers=tiers(budget=BudgetConfig("schedule", factors=[1.0, 0.5, 0.001]))))
     for client_id in (0, 5):
         upper = world.tier(client_id).upper
-        budgets = [training_budget(world, client_id, "supernet", r) for r in range(4)]
+        budgets = [world.training_budget(client_id, "supernet", r) for r in range(4)]
         assert budgets == [upper, max(0.5 * upper, world.cost_table.smallest), world.cost_table.smallest, upper]
 
 
 def test_a_trace_gives_every_client_and_round_its_own_state(tiny_config: Make) -> None:
     states = [["idle", 1.0, 0.5], ["busy", 0.9, 0.5]]
     world = build_world(tiny_config(tiers=tiers(budget=BudgetConfig("trace", states=states))))
-    shares = [[training_budget(world, c, "supernet", r) / world.tier(c).upper for c in range(8)] for r in range(50)]
+    shares = [[world.training_budget(c, "supernet", r) / world.tier(c).upper for c in range(8)] for r in range(50)]
     assert {round(s, 6) for row in shares for s in row} == {1.0, 0.9}
     assert 0.9 + 0.1 * 0.4 < np.mean(shares) < 0.9 + 0.1 * 0.6
-    assert shares[0] == [training_budget(world, c, "supernet", 0) / world.tier(c).upper for c in range(8)]
+    assert shares[0] == [world.training_budget(c, "supernet", 0) / world.tier(c).upper for c in range(8)]
 
 
 # -- separate seeds ---------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.building import build_world
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.methods.registry import build_stages
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Averaged, Update, WeightedSums, part_of
+from fedloom.platform.averaging.average import Averaged, Update, WeightedSums
 from fedloom.platform.averaging.conformance.law import different_bits, differing, kind_of
 from fedloom.platform.averaging.server import ServerRound, ServerRule, ServerStep, serve
 from fedloom.platform.results.checkpoint import from_bytes, to_bytes
-from fedloom.platform.spaces.slices import Region, Slice, Weights
+from fedloom.platform.spaces.slices import Region, Slice, Weights, part_of
 
 WEIGHT, BIAS = "layer.weight", "layer.bias"
 STATISTIC, COUNTER = "layer.running_mean", "layer.num_batches_tracked"

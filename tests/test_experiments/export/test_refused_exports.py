@@ -14,9 +14,8 @@ from fedloom.experiments.export import export as exporting
 from fedloom.experiments.export.export import export
 from fedloom.experiments.export.selection import Wanted
 from fedloom.platform.clients.scoring import scored_subnet
-from fedloom.platform.federation.building import build_world
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs import run as run_module

@@ -7,8 +7,8 @@ import pytest
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.ineffective_keys import keys_without_effect
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.federation.without_effect import keys_without_effect
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.runs.run import make_serial, start_run
 

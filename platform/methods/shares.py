@@ -104,7 +104,7 @@ def shares_of(rule: ComponentSpec, sharing: Sharing) -> Shares:
 
 def _check(shares: Shares, clients: int, blame: str) -> None:
     if not isinstance(shares, Shares):
-        raise PluginError(f"{blame} gives {type(shares).__name__}: give a fedloom.platform.averaging.shares.Shares")
+        raise PluginError(f"{blame} gives {type(shares).__name__}: give a fedloom.platform.methods.shares.Shares")
     if not isinstance(shares.values, Sized) or len(shares.values) != clients:
         given = len(shares.values) if isinstance(shares.values, Sized) else repr(shares.values)[:60]
         raise PluginError(f"{blame} gives {given} shares to {clients} clients: give one per client")

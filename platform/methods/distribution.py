@@ -46,26 +46,26 @@ class Distribution:
     served: Served
     rng: np.random.Generator
 
-    def affords(self, place: int, architecture: Architecture) -> bool:
-        """Whether the subnet is within the budget of the client `client_ids[place]`."""
-        return self.table.cost(architecture) <= self.budgets[place]
+    def affords(self, index: int, architecture: Architecture) -> bool:
+        """Whether the subnet is within the budget of the client `client_ids[index]`."""
+        return self.table.cost(architecture) <= self.budgets[index]
 
-    def draw(self, place: int) -> Architecture:
+    def draw(self, index: int) -> Architecture:
         """A random subnet within the client's budget, drawn from the whole space by rejection.
 
         After `DRAWS` rejections it is drawn directly from the subnets within the budget.
         """
         for _ in range(DRAWS):
             architecture = self.space.sample(self.rng)
-            if self.affords(place, architecture):
+            if self.affords(index, architecture):
                 return architecture
-        affordable = TableConstraint(self.table, Interval(-inf, self.budgets[place]), self.space.genome)
+        affordable = TableConstraint(self.table, Interval(-inf, self.budgets[index]), self.space.genome)
         found = affordable.sample(1, (), self.rng)
         return found[0] if found else self.space.smallest
 
-    def times_served(self, which: str, place: int) -> int:
+    def times_served(self, which: str, index: int) -> int:
         """How often the client got the `largest` or `smallest` subnet."""
-        return self.served.get(which, {}).get(str(self.client_ids[place]), 0)
+        return self.served.get(which, {}).get(str(self.client_ids[index]), 0)
 
 
 Heuristic = Callable[[Distribution], Sequence[Architecture]]
@@ -74,7 +74,7 @@ Heuristic = Callable[[Distribution], Sequence[Architecture]]
 
 def random(distribution: Distribution) -> list[Architecture]:
     """Gives every client an independent random subnet."""
-    return [distribution.draw(place) for place in range(len(distribution.client_ids))]
+    return [distribution.draw(index) for index in range(len(distribution.client_ids))]
 
 
 def _sandwich(
@@ -85,13 +85,13 @@ def _sandwich(
 ) -> list[Architecture]:
     """Gives the largest and the smallest subnet to the first client in each order that can train it.
 
-    The others get what is drawn for their place, by default a random subnet.
+    The others get what is drawn for them, by default a random subnet.
     """
     space, given, draw = distribution.space, dict[int, Architecture](), draw or distribution.draw
-    able = [place for place in largest_first if distribution.affords(place, space.largest)]
+    able = [index for index in largest_first if distribution.affords(index, space.largest)]
     if able:
         given[able[0]] = space.largest
-    left = [place for place in smallest_first if place not in given]
+    left = [index for index in smallest_first if index not in given]
     if left:
         given[left[0]] = space.smallest
     return [given[p] if p in given else draw(p) for p in range(len(distribution.client_ids))]
@@ -110,10 +110,10 @@ def tracking_sandwich(distribution: Distribution) -> list[Architecture]:
 
 
 def _least_served(distribution: Distribution) -> tuple[list[int], list[int]]:
-    """The places by how often they got the largest subnet, and the smallest."""
-    places = range(len(distribution.client_ids))
-    by_largest = sorted(places, key=lambda p: distribution.times_served("largest", p))
-    by_smallest = sorted(places, key=lambda p: distribution.times_served("smallest", p))
+    """The indices by how often they got the largest subnet, and the smallest."""
+    indices = range(len(distribution.client_ids))
+    by_largest = sorted(indices, key=lambda p: distribution.times_served("largest", p))
+    by_smallest = sorted(indices, key=lambda p: distribution.times_served("smallest", p))
     return by_largest, by_smallest
 
 
@@ -127,32 +127,32 @@ def pareto_path(
 
     path = path_of_the_fittest(distribution.space, limits)
 
-    def draw(place: int) -> Architecture:
-        affordable = [a for a in path if distribution.affords(place, a)]
+    def draw(index: int) -> Architecture:
+        affordable = [a for a in path if distribution.affords(index, a)]
         return affordable[distribution.rng.integers(len(affordable))] if affordable else distribution.space.smallest
 
     return _sandwich(distribution, *_least_served(distribution), draw)
 
 
-def _member(distribution: Distribution, place: int, index: int) -> Architecture:
-    """The family's member at `index`, or if it exceeds the client's budget the most costly one that does not."""
-    member = distribution.family[index % len(distribution.family)]
-    if distribution.affords(place, member):
+def _member(distribution: Distribution, index: int, number: int) -> Architecture:
+    """The family's member of that number, or if it exceeds the client's budget the most costly one that does not."""
+    member = distribution.family[number % len(distribution.family)]
+    if distribution.affords(index, member):
         return member
-    affordable = [a for a in distribution.family if distribution.affords(place, a)]
+    affordable = [a for a in distribution.family if distribution.affords(index, a)]
     return max(affordable, key=distribution.table.cost, default=distribution.space.smallest)
 
 
 def static(distribution: Distribution) -> list[Architecture]:
     """Gives a client the same member of the family in all rounds: its id modulo the family's size."""
-    return [_member(distribution, place, client) for place, client in enumerate(distribution.client_ids)]
+    return [_member(distribution, index, client) for index, client in enumerate(distribution.client_ids)]
 
 
 def dynamic(distribution: Distribution) -> list[Architecture]:
     """Gives a client another member of the family in every round: id plus round, modulo the family's size."""
     return [
-        _member(distribution, place, client + distribution.round)
-        for place, client in enumerate(distribution.client_ids)
+        _member(distribution, index, client + distribution.round)
+        for index, client in enumerate(distribution.client_ids)
     ]
 
 
@@ -186,16 +186,16 @@ def distribute(rule: ComponentSpec, distribution: Distribution) -> dict[int, Arc
         raise PluginError(f"{blame} gives {answer!r:.60}: give an architecture, a tuple, to each client") from error
     if len(given) != len(distribution.client_ids):
         raise PluginError(f"{blame} gives {len(given)} subnets to {len(distribution.client_ids)} clients")
-    for place, architecture in enumerate(given):
+    for index, architecture in enumerate(given):
         if is_import_path(rule.name):
             with blaming("distribution heuristic", rule.name):
                 distribution.space.validate(architecture)
         # Every client can train the smallest subnet, whatever its budget.
-        if architecture != distribution.space.smallest and not distribution.affords(place, architecture):
+        if architecture != distribution.space.smallest and not distribution.affords(index, architecture):
             raise PluginError(
-                f"{blame} gives client {distribution.client_ids[place]} a subnet of "
+                f"{blame} gives client {distribution.client_ids[index]} a subnet of "
                 f"{distribution.table.cost(architecture):.6g} {distribution.table.measure}, its budget is "
-                f"{distribution.budgets[place]:.6g}: use Distribution.draw or Distribution.affords"
+                f"{distribution.budgets[index]:.6g}: use Distribution.draw or Distribution.affords"
             )
     return dict(zip(distribution.client_ids, given, strict=True))
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import ClientResult
-    from fedloom.platform.federation.state import RunState
     from fedloom.platform.federation.world import World
 
 logger = logging.getLogger(__name__)
@@ -20,38 +19,38 @@ SETTLED, CHANCES, FAR = 5, 1.5, 0.4
 """Rounds after which a model is expected to know more than 1.5 times chance, if its clients' are better by .4."""
 
 
-class RoundWarnings:
+class TrainingWarnings:
     """The warnings of one stage."""
 
     def __init__(self, world: World, stage: str) -> None:
         self.world, self.stage = world, stage
         self._has_compared = False
 
-    def looked_at(self, after: RunState, results: Sequence[ClientResult]) -> RunState:
-        """The state after a round, in which rounds without an update are counted."""
-        self._compare_statistics(after.round, results)
+    def after_round(self, round_: int, data: Mapping[str, Any], results: Sequence[ClientResult]) -> dict[str, int]:
+        """Warns of what went wrong in a round; returns the number of rounds without an update, if it is one of them."""
+        self._compare_statistics(round_, results)
         clients = [result for result in results if result.client_id is not None]
         if any(result.status == "ok" for result in clients):
-            return after
+            return {}
         fates = Counter(result.status for result in clients)
         why = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())) or "none was available"
-        rounds = after.data.get(UNANSWERED, 0) + 1
+        rounds = data.get(UNANSWERED, 0) + 1
         logger.warning(
             "%s, round %d: no update arrived (%s), so nothing was trained; %d such rounds so far",
-            *(self.stage, after.round + 1, why, rounds),
+            *(self.stage, round_ + 1, why, rounds),
         )
-        return after.with_data(UNANSWERED, rounds)
+        return {UNANSWERED: rounds}
 
-    def check_trained(self, state: RunState) -> None:
-        """Raises ValueError, or warns after earlier stages, if no update has arrived in any round of the stage."""
-        if not 0 < state.round == state.data.get(UNANSWERED, 0):
+    def check_trained(self, stages_before: int, rounds: int, data: Mapping[str, Any]) -> None:
+        """Raises ValueError, or warns after earlier stages, if no update has arrived in any of the stage's rounds."""
+        if not 0 < rounds == data.get(UNANSWERED, 0):
             return
         untrained = (
-            f"no update arrived in any of the {state.round} rounds of {self.stage}, so that it trained nothing: the "
+            f"no update arrived in any of the {rounds} rounds of {self.stage}, so that it trained nothing: the "
             "column error of the table clients says why; against lost or late devices lower devices.dropout, or "
             "raise devices.availability or devices.deadline_s"
         )
-        if state.stage == 0:
+        if stages_before == 0:
             raise ValueError(untrained)
         logger.warning(untrained)
 
@@ -63,12 +62,12 @@ class RoundWarnings:
         """
         if self._has_compared or index < SETTLED or not self.world.space.keeps_statistics:
             return
-        own = [(r.metric, r.samples) for r in results if r.client_id is not None and r.metric is not None]
+        trained = [(r.metric, r.samples) for r in results if r.client_id is not None and r.metric is not None]
         scores = [m for r in results if r.client_id is None for m in r.measurements if m.metric == "accuracy"]
-        samples = sum(n for _, n in own)
+        samples = sum(n for _, n in trained)
         if not scores or not samples:
             return
-        training = sum(accuracy * n for accuracy, n in own) / samples
+        training = sum(accuracy * n for accuracy, n in trained) / samples
         validation = sum(m.value for m in scores) / len(scores)
         if validation < CHANCES / self.world.config.space.num_classes and training > validation + FAR:
             self._has_compared = True
