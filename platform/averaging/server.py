@@ -181,7 +181,16 @@ def serve(
 
     Raises PluginError for a user's rule that returns values of another shape or values that are not finite.
     """
-    weights, memory = dict(averaged.weights), _Memory(state)
+    weights, after = dict(averaged.weights), dict(state)
+
+    def part_of_state(parameter: str, region: Region, slot: str, first: float) -> Tensor:
+        # Copied at its first use in a round: the previous state may still be being written to disk.
+        name = f"{slot}/{parameter}"
+        if after.get(name) is state.get(name):
+            before = state.get(name)
+            after[name] = torch.full_like(old[parameter], first) if before is None else before.clone()
+        return part_of(after[name], region)
+
     for name, covered in averaged.coverage.items():
         if name not in rules:
             continue
@@ -189,28 +198,11 @@ def serve(
         result = old[name].clone()
         for region, coverage in covered.items():
             mean, before = part_of(averaged.weights[name], region), part_of(old[name], region)
-            state_of = partial(memory.part, name, old[name], region)
+            state_of = partial(part_of_state, name, region)
             values = rule(ServerStep(name, before, mean, coverage.contributors, about, state_of, coverage.factor))
             part_of(result, region).copy_(checked_values(values, before, name, "server rule", rule_name))
         weights[name] = result
-    return weights, memory.tensors
-
-
-class _Memory:
-    """The server's state, copied at its first use in a round: the previous state may still be being written to disk."""
-
-    def __init__(self, state: Weights) -> None:
-        self.tensors = dict(state)
-        self._own: set[str] = set()
-
-    def part(self, parameter: str, like: Tensor, region: Region, slot: str, first: float) -> Tensor:
-        """A region of the state tensor of a parameter in a slot."""
-        place = f"{slot}/{parameter}"
-        if place not in self._own:
-            before = self.tensors.get(place)
-            self.tensors[place] = torch.full_like(like, first) if before is None else before.clone()
-            self._own.add(place)
-        return part_of(self.tensors[place], region)
+    return weights, after
 
 
 def checked_values(values: Tensor, like: Tensor, parameter: str, kind: str, rule: str) -> Tensor:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from fedloom.platform.averaging.aggregators import Sums
     from fedloom.platform.averaging.average import Averaged
-    from fedloom.platform.averaging.processors import Processor
     from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.federation.training_config import Rules, TrainingConfig
     from fedloom.platform.federation.world import World
@@ -39,30 +38,24 @@ TasksOf = Callable[[int, tuple[int, ...]], Sequence[Any]]
 """The tasks of a simulated cohort, of its index and clients in plan order."""
 
 
-def processors_of(world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray) -> Processors:
-    """The stage's processors: those of the configuration, then those of its privacy; ValueError if they do not fit."""
-    chosen = [processor(choice) for choice in rules.processors]
-    for each in chosen:
-        if each.shortens_updates:
-            refuse_parts(rules.local, rules.key, type(each).__name__, "sgd or fedprox")
-    privacy = config.privacy
-    if privacy.clip is None and not privacy.secure and not privacy.noise:
-        return tuple(chosen)
-    if chosen and privacy.secure:
-        raise ValueError(
-            f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point; use it without "
-            f"{rules.key}.processors"
-        )
-    return (*chosen, *privacy_processors(world, config, rules, stage, eligible))
-
-
 class Processing:
     """A stage's processors with what they need to know of its rounds."""
 
     def __init__(self, world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray) -> None:
         """Raises ValueError for processors that do not fit the stage."""
         self.world, self.config, self.stage, self.eligible = world, config, stage, eligible
-        self.processors = processors_of(world, config, rules, stage, eligible)
+        self.processors: Processors = tuple(processor(choice) for choice in rules.processors)
+        for each in self.processors:
+            if each.shortens_updates:
+                refuse_parts(rules.local, rules.key, type(each).__name__, "sgd or fedprox")
+        privacy = config.privacy
+        if self.processors and privacy.secure:
+            raise ValueError(
+                f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point; use it without "
+                f"{rules.key}.processors"
+            )
+        if privacy.clip is not None or privacy.secure or privacy.noise:
+            self.processors += privacy_processors(world, config, rules, stage, eligible)
         self._expected: Mapping[str, Tensor] | None = None
 
     def begin(self, data: Mapping[str, Any]) -> None:
@@ -257,8 +250,8 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
 
 def privacy_processors(
     world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray
-) -> list[Processor]:
-    """The processors of a stage's `privacy`.
+) -> Processors:
+    """The processors of a stage's `privacy`, after those of its configuration.
 
     Raises ValueError for what has no privacy; so do devices that are away, as nobody's probability is known.
     """
@@ -274,14 +267,14 @@ def privacy_processors(
         )
     privacy = config.privacy
     if privacy.clip is None:
-        return [SecureAggregation(privacy.fraction_bits, privacy.survivors)]
+        return (SecureAggregation(privacy.fraction_bits, privacy.survivors),)
     if world.devices is not None or any(profile.availability < 1 for profile in world.profiles):
         raise ValueError(f"{stage}, privacy: with devices that may be away no client's probability is known")
     sampling, size = selection_traits(config.selection).sampling, expected_size(config, len(eligible))
     assert sampling is not None, "checked"
     share = size if sampling == "uniform" else size / max(1, len(eligible))
     takes_all = config.clients_per_round is None or size >= len(eligible)
-    return [
+    return (
         DifferentialPrivacy(
             clip=privacy.clip,
             noise=privacy.noise,
@@ -291,5 +284,5 @@ def privacy_processors(
             accountant=privacy.accountant,
             mechanism=("all" if takes_all else sampling, share, privacy.noise),
             population=len(eligible),
-        )
-    ]
+        ),
+    )
