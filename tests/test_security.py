@@ -93,7 +93,7 @@ def calls(path: Path) -> list[tuple[str, str]]:
 def test_nothing_that_is_read_can_execute() -> None:
     """The only unpickler is the restricted one of the published CIFAR files, and YAML is read by safe loaders."""
     files = [p for part in ("platform", "actors", "experiments", "tiers") for p in (ROOT / part).rglob("*.py")]
-    assert len(files) > 300
+    assert len(files) > 200
     found = [(p.name, source) for p in files for name, source in calls(p) if name in EXECUTING]
     assert [(name, source) for name, source in found if "allow_pickle=False" not in source] == [OWN, SAFE_YAML]
     unpicklers = [p.name for p in files if "import pickle" in p.read_text()]
