@@ -444,7 +444,7 @@ CAPTIONS = {
     "phases": (
         "Curves and phases",
         "Validation accuracy of the silos' models and the loss on their training data, means over silos. Bands: the "
-        "standard deviation over silos of one run, or from the least to the greatest of several runs. Phases: before "
+        "standard deviation over silos of one run, or from the minimum to the maximum of several runs. Phases: before "
         "the search, until the last silo has decided every edge, and after; where searching settings differ in them, "
         "bars in their colours above the axes span their searches alone. A silo whose validation data has joined its "
         "training data is not scored on it.",

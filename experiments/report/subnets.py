@@ -17,9 +17,6 @@ from fedloom.experiments.analysis.subnets import (
     SUPERNET,
     CostComparison,
     Labels,
-    Predictor,
-    Step,
-    Subnet,
     SubnetSummary,
     cost_comparisons,
     scored,
@@ -46,6 +43,7 @@ from fedloom.experiments.report.drawing import (
     looks,
     new_figure,
     quiet,
+    setting_handles,
     setting_label,
     tier_colours,
     tiers_in_order,
@@ -54,8 +52,8 @@ from fedloom.experiments.report.drawing import (
 )
 from fedloom.experiments.report.wording import (
     ABSENT,
-    REPEATED,
     Write,
+    caption_of,
     over_runs,
     percent,
     seconds,
@@ -79,43 +77,20 @@ KINDS = {
 }
 
 
-def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
-    """One row per evaluated subnet, or per target; `wide` adds the winners' choices, too wide for a terminal."""
-    columns = [c for c in _columns() if any(s.values[c[0]] is not None for s in summary.subnets)]
-    labels = ("subnet", "choices", "id") if wide else ("subnet",)
-    heads = (*labels, *(head for _, head, _ in columns))
-    rows = tuple((*_names(s)[: len(labels)], *_cells(s, columns)) for s in summary.subnets)
-    return Block(f"Subnets: {summary.setting.name}", _text(summary), heads, rows, labels=len(labels))
-
-
-def _cells(subnet: Subnet, columns: Sequence[tuple[str, str, Write]]) -> list[str]:
-    return [with_interval(subnet.values[key], write) for key, _, write in columns]
-
-
-def _columns() -> list[tuple[str, str, Write]]:
-    columns: list[tuple[str, str, Write]] = [("macs", "MACs", si), ("parameters", "params", si)]
-    for quality, unit, write in (("accuracy", " %", percent), ("perplexity", "\nperplexity", _perplexity)):
-        columns += [(f"{split}_{quality}", f"{split}{unit}", write) for split in ("validation", "test")]
-    return columns
-
-
 def _perplexity(value: Any) -> str:
     return ABSENT if is_absent(value) else f"{float(value):.4g}"
 
 
-def _names(subnet: Subnet) -> tuple[str, str, str]:
-    return (subnet.target or subnet.label, subnet.label, subnet.architecture or ABSENT)
+COLUMNS: tuple[tuple[str, str, Write], ...] = (
+    ("macs", "MACs", si),
+    ("parameters", "params", si),
+    ("validation_accuracy", "validation %", percent),
+    ("test_accuracy", "test %", percent),
+    ("validation_perplexity", "validation\nperplexity", _perplexity),
+    ("test_perplexity", "test\nperplexity", _perplexity),
+)
 
-
-def _text(summary: SubnetSummary) -> tuple[str, ...]:
-    over = sentence(over_runs(summary.setting))
-    found = dict.fromkeys(s.model for s in summary.subnets)
-    kinds = "; ".join(KINDS[model] for model in found)
-    measured = f"{kinds[:1].upper()}{kinds[1:]}. Validation and test: the server's whole data."
-    return (over, measured, *(_quality(p) for p in summary.predictors))
-
-
-_MEASURES: Mapping[str, tuple[str, Write, str]] = {
+PREDICTED: Mapping[str, tuple[str, Write, str]] = {
     "accuracy": ("accuracy", percent, " percentage points"),
     "loss": ("loss", lambda value: f"{value:.4f}", ""),
     "latency_s": ("latency", seconds, ""),
@@ -123,53 +98,65 @@ _MEASURES: Mapping[str, tuple[str, Write, str]] = {
 """Per measure of a predictor its name, how its values are written, and their unit."""
 
 
-def _quality(predictor: Predictor) -> str:
-    """A sentence on the predictor's rank correlation and error on held-out subnets."""
-    what, shows, unit = _MEASURES[predictor.measure]
-    tau, error = predictor.kendall_tau, predictor.mean_absolute_error
-    shown = with_interval(error, shows)
-    held_out = ABSENT if predictor.held_out is None else f"{predictor.held_out.mean:.0f}"
-    return (
-        f"Predictor of {what}, on {held_out} held-out subnets: "
-        f"Kendall tau {with_interval(tau, lambda v: f'{v:.2f}')}, mean absolute error {shown}{unit}."
+def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
+    """One row per evaluated subnet, or per target; `wide` adds the winners' choices, too wide for a terminal."""
+    columns = [c for c in COLUMNS if any(s.values[c[0]] is not None for s in summary.subnets)]
+    labels = ("subnet", "choices", "id") if wide else ("subnet",)
+    rows = tuple(
+        (
+            *(s.target or s.label, s.label, s.architecture or ABSENT)[: len(labels)],
+            *(with_interval(s.values[key], write) for key, _, write in columns),
+        )
+        for s in summary.subnets
     )
+    kinds = "; ".join(KINDS[model] for model in dict.fromkeys(s.model for s in summary.subnets))
+    text = [
+        sentence(over_runs(summary.setting)),
+        f"{kinds[:1].upper()}{kinds[1:]}. Validation and test: the server's whole data.",
+    ]
+    for predictor in summary.predictors:
+        measure, write, unit = PREDICTED[predictor.measure]
+        held_out = ABSENT if predictor.held_out is None else f"{predictor.held_out.mean:.0f}"
+        tau = with_interval(predictor.kendall_tau, lambda value: f"{value:.2f}")
+        error = with_interval(predictor.mean_absolute_error, write)
+        text.append(
+            f"Predictor of {measure}, on {held_out} held-out subnets: Kendall tau {tau}, mean absolute error "
+            f"{error}{unit}."
+        )
+    heads = (*labels, *(head for _, head, _ in columns))
+    return Block(f"Subnets: {summary.setting.name}", tuple(text), heads, rows, labels=len(labels))
 
 
 def cost_block(comparison: CostComparison) -> Block:
     """iFedAvg over the first k members compared with the supernet, and FedAvg on the largest member alone."""
-    c = comparison
-    heads = ("k", "with member", "bytes,\niFedAvg", "bytes,\nsupernet", "\nratio", "MACs,\niFedAvg", "MACs,\nsupernet")
-    last = ("FedAvg", f"{c.largest.member.label} alone")
-    rows = [(*_step_names(step), *_step_cells(step, c)) for step in c.steps]
-    rows.append((*last, *_step_cells(c.largest, c)))
-    return Block(
-        f"Cost of k models: {c.supernet} against {c.separately}", _cost_text(c), (*heads, "\nratio"), tuple(rows)
-    )
-
-
-def _step_names(step: Step) -> tuple[str, str]:
-    return str(step.k), step.member.label
-
-
-def _step_cells(step: Step, c: CostComparison) -> Sequence[str]:
-    sent = (size(step.total.size_bytes), size(c.supernet_cost.size_bytes), times(step.communication_ratio))
-    return (*sent, si(step.total.macs), si(c.supernet_cost.macs), times(step.compute_ratio))
-
-
-def _cost_text(c: CostComparison) -> tuple[str, ...]:
-    last, largest = c.steps[-1], c.largest
+    c, last, largest = comparison, comparison.steps[-1], comparison.largest
     which = "the largest subnet" if largest.member.is_largest else f"the largest member, {largest.member.label},"
-    members = "member costs" if last.k == 1 else "members cost"
     text = [
         "Training alone, summed over all clients: bytes down and up, and MACs. iFedAvg trains the first k members of "
         "the family one by one; one supernet serves any number of them.",
-        f"{last.k} {members} {times(last.communication_ratio)} the supernet's communication and "
-        f"{times(last.compute_ratio)} its compute; {which} alone "
+        f"{last.k} {'member costs' if last.k == 1 else 'members cost'} {times(last.communication_ratio)} the "
+        f"supernet's communication and {times(last.compute_ratio)} its compute; {which} alone "
         f"{times(largest.communication_ratio)} and {times(largest.compute_ratio)}.",
     ]
     if c.differences:
-        text.append(f"They were not trained at equal terms: {'; '.join(c.differences)}.")
-    return tuple(text)
+        text.append(f"They were not trained on equal terms: {'; '.join(c.differences)}.")
+    named = [(str(step.k), step.member.label, step) for step in c.steps]
+    rows = [
+        (
+            k,
+            member,
+            size(step.total.size_bytes),
+            size(c.supernet_cost.size_bytes),
+            times(step.communication_ratio),
+            si(step.total.macs),
+            si(c.supernet_cost.macs),
+            times(step.compute_ratio),
+        )
+        for k, member, step in (*named, ("FedAvg", f"{largest.member.label} alone", largest))
+    ]
+    measured = [f"{what},\n{whose}" for what in ("bytes", "MACs") for whose in ("iFedAvg", "supernet")]
+    heads = ("k", "with member", *measured[:2], "\nratio", *measured[2:], "\nratio")
+    return Block(f"Cost of k models: {c.supernet} against {c.separately}", tuple(text), heads, tuple(rows))
 
 
 LOGARITHMIC_FROM = 20.0
@@ -194,20 +181,16 @@ def subnet_accuracy_figure(subnets: pd.DataFrame, settings: Sequence[Setting]) -
     for axes, (dataset, quality, rows) in zip(row, panels, strict=True):
         scale, prefix = si_scale(float(rows["macs"].max()))
         for setting in settings:
-            own = setting.rows(rows)
-            _family(axes, own[own["model"] != SEARCHED], drawn[setting.name], scale)
-            _winners(axes, own[own["model"] == SEARCHED], drawn[setting.name][0], scale)
+            points = setting.rows(rows)
+            _family(axes, points[points["model"] != SEARCHED], drawn[setting.name], scale)
+            _winners(axes, points[points["model"] == SEARCHED], drawn[setting.name][0], scale)
         if rows["macs"].max() >= LOGARITHMIC_FROM * rows["macs"].min():
             axes.set_xscale("log")
         label = "test perplexity" if quality == "perplexity" else "test accuracy (%)"
         quiet(axes, title=dataset, xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel=label)
     shown = [s for s in settings if any(len(s.rows(rows)) for _, _, rows in panels)]
     with_winners = any((rows["model"] == SEARCHED).any() for _, _, rows in panels)
-    handles = [
-        legend_line(color=colour, marker=marker, markersize=6, label=legend_text(setting_label(s), width))
-        for s in shown
-        for colour, marker in [drawn[s.name]]
-    ]
+    handles = setting_handles(shown, drawn, width, 6)
     handles += [_star("winner of the search")] if with_winners else []
     figure.legend(handles=handles, loc="outside lower center", ncols=1, **LEGEND)
     return figure
@@ -279,7 +262,15 @@ def search_figure(scored: pd.DataFrame, settings: Sequence[Setting]) -> Figure |
         quiet(axes, title=title, xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel="validation accuracy (%)")
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
-    figure.legend(handles=_search_handles(scored, targets), loc="outside right center", **LEGEND)
+    dot: dict[str, Any] = {"color": "none", "marker": "o", "markeredgecolor": "none"}
+    colours, handles = tier_colours(targets), []
+    if (scored["tier"] == SAMPLES).any():
+        handles.append(legend_line(markerfacecolor=GREY, alpha=0.6, markersize=4.5, label="sample", **dot))
+    if (scored["tier"] == FRONT).any():
+        handles.append(legend_line(color=VERMILION, marker="o", markersize=4, label="verified front"))
+    handles += [legend_line(markerfacecolor=colours[t], markersize=6, label=f"scored for {t}", **dot) for t in targets]
+    handles += [_star("winner")] if scored["is_winner"].any() else []
+    figure.legend(handles=handles, loc="outside right center", **LEGEND)
     return figure
 
 
@@ -292,23 +283,11 @@ def _seen(axes: Axes, rows: pd.DataFrame, targets: Sequence[str]) -> None:
     for _, run in front[front["on_front"]].sort_values("macs").groupby("run_id"):
         axes.plot(run["macs"], run["metric"], color=VERMILION, marker="o", markersize=4, linewidth=1.4, zorder=3)
     for target in targets:
-        own = rows[rows["tier"] == target]
-        axes.scatter(own["macs"], own["metric"], s=22, color=colours[target], alpha=0.75, linewidths=0, zorder=4)
-        won = own[own["is_winner"]]
+        scores = rows[rows["tier"] == target]
+        axes.scatter(scores["macs"], scores["metric"], s=22, color=colours[target], alpha=0.75, linewidths=0, zorder=4)
+        won = scores[scores["is_winner"]]
         star: dict[str, Any] = {"s": 190, "marker": "*", "edgecolors": "black", "linewidths": 0.9, "zorder": 5}
         axes.scatter(won["macs"], won["metric"], color=colours[target], **star)
-
-
-def _search_handles(scored: pd.DataFrame, targets: Sequence[str]) -> list[Line2D]:
-    dot: dict[str, Any] = {"color": "none", "marker": "o", "markeredgecolor": "none"}
-    colours, tiers = tier_colours(targets), set(scored["tier"])
-    handles = []
-    if SAMPLES in tiers:
-        handles.append(legend_line(markerfacecolor=GREY, alpha=0.6, markersize=4.5, label="sample", **dot))
-    if FRONT in tiers:
-        handles.append(legend_line(color=VERMILION, marker="o", markersize=4, label="verified front"))
-    handles += [legend_line(markerfacecolor=colours[t], markersize=6, label=f"scored for {t}", **dot) for t in targets]
-    return [*handles, _star("winner")] if scored["is_winner"].any() else handles
 
 
 def beta_figure(rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
@@ -341,24 +320,39 @@ def cost_figure(comparisons: Sequence[CostComparison]) -> Figure | None:
     if not comparisons:
         return None
     separate, supernets = {c.separately: c for c in comparisons}, {c.supernet: c for c in comparisons}
-    width, handles = 10.2, _cost_handles(separate, supernets)
-    for handle in handles:
-        handle.set_label(legend_text(str(handle.get_label()), width))
+    looks_alone = list(zip(separate.items(), cycle(ALONE_COLOURS), cycle(MARKERS), strict=False))
+    looks_together = list(zip(supernets.items(), cycle(TOGETHER_COLOURS), strict=False))
+    width, handles = 10.2, []
+    for (name, c), colour, marker in looks_alone:
+        first_k = legend_text(f"{name}: each of the first k alone", width)
+        handles.append(legend_line(color=colour, marker=marker, markersize=5, label=first_k))
+        largest = legend_text(f"{name}: {c.largest.member.label} alone (FedAvg)", width)
+        handles.append(legend_line(color=colour, linewidth=1.0, linestyle=DASHED, label=largest))
+    for (name, _), colour in looks_together:
+        supernet = legend_text(f"{name}: one supernet for all", width)
+        handles.append(legend_line(color=colour, linewidth=2.0, label=supernet))
     lines = sum(1 + str(handle.get_label()).count("\n") for handle in handles)
     figure = new_figure((width, 4.0 + LEGEND_LINE_IN * lines))
-    for axes, what, title, unit in zip(
-        figure.subplots(1, 2), COST_FIELDS, ("communication, both ways", "compute"), ("B", "MACs"), strict=True
-    ):
-        totals = [getattr(step.total, what) for c in comparisons for step in (*c.steps, c.largest)]
-        scale, prefix = si_scale(max(totals))
-        most = max(len(c.steps) for c in comparisons)
-        for comparison, colour, marker in zip(separate.values(), cycle(ALONE_COLOURS), cycle(MARKERS), strict=False):
-            _growing(axes, comparison, what, scale, colour, marker, most + 0.3)
-        for i, (comparison, colour) in enumerate(zip(supernets.values(), cycle(TOGETHER_COLOURS), strict=False)):
-            level = getattr(comparison.supernet_cost, what) / scale
+    most = max(len(c.steps) for c in comparisons)
+    panels = (("size_bytes", "communication, both ways", "B"), ("macs", "compute", "MACs"))
+    for axes, (what, title, unit) in zip(figure.subplots(1, 2), panels, strict=True):
+        scale, prefix = si_scale(max(getattr(s.total, what) for c in comparisons for s in (*c.steps, c.largest)))
+        for (_, c), colour, marker in looks_alone:
+            totals = [getattr(step.total, what) / scale for step in c.steps]
+            axes.plot(
+                [s.k for s in c.steps], totals, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3
+            )
+            level = getattr(c.largest.total, what) / scale
+            axes.plot([0.7, most + 0.3], [level, level], color=colour, linewidth=1.0, linestyle=DASHED)
+        for i, ((_, c), colour) in enumerate(looks_together):
+            level = getattr(c.supernet_cost, what) / scale
             axes.plot([0.7, most + 0.3], [level, level], color=colour, linewidth=line_width(i, len(supernets)))
         if len(comparisons) == 1:
-            _ratio(axes, comparisons[0], what, scale)
+            last = comparisons[0].steps[-1]
+            ratio = last.communication_ratio if what == "size_bytes" else last.compute_ratio
+            style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": INK}
+            point = (last.k, getattr(last.total, what) / scale)
+            axes.annotate(times(ratio), point, (-9, 0), ha="right", va="center", **style)
         quiet(axes, title=title, xlabel="models k", ylabel=f"{prefix}{unit}")
         whole_numbers(axes)
         axes.set_ylim(bottom=0)
@@ -367,52 +361,21 @@ def cost_figure(comparisons: Sequence[CostComparison]) -> Figure | None:
     return figure
 
 
-COST_FIELDS = ("size_bytes", "macs")
 ALONE_COLOURS = (VERMILION, "#E69F00", "#CC79A7")
 TOGETHER_COLOURS = (BLUE, GREEN, "#56B4E9", INK)
-
-
-def _growing(
-    axes: Axes, comparison: CostComparison, what: str, scale: float, colour: str, marker: str, end: float
-) -> None:
-    k = [step.k for step in comparison.steps]
-    totals = [getattr(step.total, what) / scale for step in comparison.steps]
-    axes.plot(k, totals, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
-    largest = getattr(comparison.largest.total, what) / scale
-    axes.plot([0.7, end], [largest, largest], color=colour, linewidth=1.0, linestyle=DASHED)
-
-
-def _ratio(axes: Axes, comparison: CostComparison, what: str, scale: float) -> None:
-    last = comparison.steps[-1]
-    ratio = last.communication_ratio if what == "size_bytes" else last.compute_ratio
-    place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": INK, "ha": "right", "va": "center"}
-    axes.annotate(times(ratio), (last.k, getattr(last.total, what) / scale), (-9, 0), **place)
-
-
-def _cost_handles(separate: Mapping[str, CostComparison], supernets: Mapping[str, CostComparison]) -> list[Line2D]:
-    handles = []
-    for (name, c), colour, marker in zip(separate.items(), cycle(ALONE_COLOURS), cycle(MARKERS), strict=False):
-        label = f"{name}: each of the first k alone"
-        handles.append(legend_line(color=colour, marker=marker, markersize=5, label=label))
-        label = f"{name}: {c.largest.member.label} alone (FedAvg)"
-        handles.append(legend_line(color=colour, linewidth=1.0, linestyle=DASHED, label=label))
-    for name, colour in zip(supernets, cycle(TOGETHER_COLOURS), strict=False):
-        handles.append(legend_line(color=colour, linewidth=2.0, label=f"{name}: one supernet for all"))
-    return handles
-
 
 CAPTIONS = {
     "accuracy-macs": (
         "Test accuracy against MACs",
         "Every point is a subnet on the server's whole test set. Lines join a family: subnets cut from one supernet as "
-        "it is, or each trained alone. Stars are winners of the search, cut without any training. Over several runs of "
-        "a configuration points are means, and bands and bars reach from the least to the greatest.",
+        "it is, or each trained alone. Stars are winners of the search, cut without any training. For several runs of "
+        "a configuration points are means, and bands and bars reach from the minimum to the maximum.",
     ),
     "search": (
         "What the search saw",
         "Subnets of the trained supernet, scored on the server's validation data. Grey: the samples that the "
-        "predictors learn from. The line joins what no other of NSGA-II's verified front beats, paler dots are its "
-        "rest. Coloured dots were scored for a target; the star is its winner.",
+        "predictors learn from. The line joins the subnets of NSGA-II's verified front that no other beats; paler dots "
+        "are the rest of the front. Coloured dots were scored for a target; the star is its winner.",
     ),
     "beta": (
         "Share of the largest subnet",
@@ -433,34 +396,29 @@ def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
     elastic = only(tables, elastic_run_ids(tables))
     if not elastic.paths:
         return
-
     settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
-    frames = (subnets(elastic, labels), scored(elastic), real_rounds(elastic.rounds))
+    family, searched, rounds = subnets(elastic, labels), scored(elastic), real_rounds(elastic.rounds)
     for sheet in sheets(settings):
         figures = {
-            "accuracy-macs": subnet_accuracy_figure(frames[0], sheet.settings),
-            "search": search_figure(frames[1], sheet.settings),
-            "beta": beta_figure(frames[2], sheet.settings),
+            "accuracy-macs": subnet_accuracy_figure(family, sheet.settings),
+            "search": search_figure(searched, sheet.settings),
+            "beta": beta_figure(rounds, sheet.settings),
         }
         for name, figure in figures.items():
             if figure is not None:
-                yield sheet.labelled(_picture(name, figure, sheet.settings))
+                title, caption = CAPTIONS[name]
+                yield sheet.labelled(Picture(name, title, caption_of(sheet.settings, caption), figure))
     figure = cost_figure(cost_comparisons(tables, labels))
     if figure is not None:
-        yield _picture("cost", figure, settings)
-
-
-def _picture(name: str, figure: Figure, settings: Sequence[Setting]) -> Picture:
-    title, caption = CAPTIONS[name]
-    repeated = f" {sentence(REPEATED)}" if any(s.repeats_seeds for s in settings) else ""
-    return Picture(name, title, f"{caption}{repeated}", figure)
+        title, caption = CAPTIONS["cost"]
+        yield Picture("cost", title, caption_of(settings, caption), figure)
 
 
 def missing_of_subnets(run: Tables, tested: pd.DataFrame, state: str) -> list[str]:
     """Missing parts of a SuperFedNAS run: the evaluation, or winners of targets."""
-    found = set(tested.loc[tested["model"] == SEARCHED, "tier"])
     lines = [] if len(tested) else ["nothing was measured on test data yet: no accuracy of subnets"]
-    lost = [t for t in targets_of(run, run.paths[0].run_id) if t not in found]
+    winners = set(tested.loc[tested["model"] == SEARCHED, "tier"])
+    lost = [target for target in targets_of(run, run.paths[0].run_id) if target not in winners]
     if state == "done" and lost:
         lines.append(f"{', '.join(lost)}: the search chose no subnet for {'it' if len(lost) == 1 else 'them'}")
     return lines
