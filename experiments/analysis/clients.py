@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pandas as pd
 
@@ -12,23 +11,20 @@ from fedloom.experiments.analysis.tables import (
     ALL_TIERS,
     METRIC,
     RUN_KEY,
+    SILOS,
+    SUBNETS,
     Tables,
     by_stage,
-    elastic_run_ids,
     for_all,
     natural,
     requires,
+    runs_of_kind,
     shown_models,
-    silo_run_ids,
+    where,
 )
 from fedloom.platform.clients.assignments import CONFUSION, PARAGRAPH
 
 LOWER_IS_BETTER = ("loss", "perplexity")
-
-
-def measured_rows(evaluations: pd.DataFrame, split: str, metric: str) -> pd.DataFrame:
-    chosen = (evaluations["split"] == split) & (evaluations["metric"] == metric)
-    return evaluations[chosen.fillna(False)]
 
 
 def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
@@ -38,11 +34,11 @@ def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     their own frames.
     """
     requires(tables, "evaluations")
-    rows = measured_rows(tables.evaluations, "test", metric)
-    rows = rows[rows["client_id"].notna() & ~rows["run_id"].isin(silo_run_ids(tables))]
+    rows = where(tables.evaluations, split="test", metric=metric)
+    rows = rows[rows["client_id"].notna() & ~rows["run_id"].isin(runs_of_kind(tables, SILOS))]
     counts = (rows["samples"].fillna(0) > 0).astype(bool) & rows["value"].notna()
     # A family has several subnets for the clients of one tier.
-    several = rows["run_id"].isin(elastic_run_ids(tables)) & (rows["model"] != "searched")
+    several = rows["run_id"].isin(runs_of_kind(tables, SUBNETS)) & (rows["model"] != "searched")
     model = rows["model"].astype(object)
     rows = rows.assign(model=model.where(~several, model + " " + rows["architecture"].astype(object)))
     return rows[[*RUN_KEY, "model", "tier", "client_id", "value", "samples"]].assign(counts=counts)
@@ -63,19 +59,9 @@ def fairness(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
         spread = (values.mean(), values.std(ddof=0), values.max() if metric in LOWER_IS_BETTER else values.min())
         out.append((*key, len(values), int((~group["counts"]).sum()), *spread))
     columns = [*RUN_KEY, "model", "tier", "clients", "excluded", "mean", "std", "worst"]
-    return _sorted(pd.DataFrame(out, columns=columns), tables)
-
-
-def _sorted(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
-    """Sorted by run in the order of `tables`, then model, then tier with "all" last."""
-    runs = {p.run_id: i for i, p in enumerate(tables.paths)}
-    models = shown_models(list(frame["model"]))
-
-    def key(i: int) -> tuple[Any, ...]:
-        run_id, model, tier = frame.loc[i, "run_id"], frame.loc[i, "model"], str(frame.loc[i, "tier"])
-        return (runs[str(run_id)], models.index(str(model)), tier == ALL_TIERS, natural(tier))
-
-    return frame.loc[sorted(frame.index, key=key)].reset_index(drop=True)
+    runs, models = [p.run_id for p in tables.paths], shown_models([str(row[2]) for row in out])
+    out.sort(key=lambda row: (runs.index(row[1]), models.index(row[2]), row[3] == ALL_TIERS, natural(row[3])))
+    return pd.DataFrame(out, columns=columns)
 
 
 def failures(tables: Tables) -> pd.DataFrame:
@@ -156,6 +142,5 @@ def of_final_models(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _of(tables: Tables, metric: str) -> pd.DataFrame:
     requires(tables, "evaluations")
-    rows = for_all(tables, tables.evaluations)
-    rows = rows[(rows["metric"] == metric) & rows["detail"].notna()]
+    rows = where(for_all(tables, tables.evaluations), metric=metric).dropna(subset=["detail"])
     return rows.assign(**{name: rows[name].astype(object) for name in MODEL})

@@ -16,15 +16,17 @@ from fedloom.experiments.analysis.tables import (
     METRIC,
     RUN_KEY,
     SEARCH,
+    SILOS,
+    SUBNETS,
     Tables,
     by_stage,
-    elastic_run_ids,
     for_all,
     natural,
     real_rounds,
     requires,
+    runs_of_kind,
     shown_models,
-    silo_run_ids,
+    where,
 )
 
 MEASURES = (METRIC, "loss", "macs", "parameters", "total_bytes", "simulated_s", "wall_s")
@@ -56,11 +58,9 @@ def per_model(tables: Tables) -> pd.DataFrame:
 
 
 def _of_server(tables: Tables) -> pd.DataFrame:
-    rows = tables.evaluations
-    chosen = (rows["split"] == "test") & rows["metric"].isin(_QUALITIES) & rows["client_id"].isna()
-    rows = rows[chosen.fillna(False).astype(bool)]
-    rows = rows[~rows["run_id"].isin(silo_run_ids(tables))]
-    family = rows["run_id"].isin(elastic_run_ids(tables)) & (rows["model"] != SEARCHED)
+    rows = where(tables.evaluations, split="test", metric=_QUALITIES)
+    rows = rows[rows["client_id"].isna() & ~rows["run_id"].isin(runs_of_kind(tables, SILOS))]
+    family = rows["run_id"].isin(runs_of_kind(tables, SUBNETS)) & (rows["model"] != SEARCHED)
     names = {name: rows[name].astype(object).fillna("") for name in ("model", "tier", "architecture")}
     rows = rows.assign(**names, subnet=names["architecture"].where(family, ""))
     key = [*RUN_KEY, *MODEL_KEY]
@@ -212,22 +212,24 @@ _FROM_MODELS = (METRIC, "least_accuracy", "total_bytes", "simulated_s", "wall_s"
 
 def _of_run(rows: pd.DataFrame, key: tuple[Any, ...]) -> dict[str, Any]:
     model = final_model(rows)
-    own = rows[rows["model"] == model] if model else rows.iloc[:1]
-    # Whatever its name: rows of one model are compared, as are those of `per_model`.
-    place = dict(zip(MODEL_KEY, (FINAL, ALL_TIERS, "") if model else (None,) * 3, strict=True))
-    costs = {name: own[name].iloc[0] for name in ("seeds", "total_bytes", "simulated_s", "wall_s")}
-    means = {name: own[name].mean() for name in (METRIC, "macs", "parameters")}
-    found = {**dict(zip(RUN_KEY, key, strict=True)), **place, **costs, **means}
-    named = {"final_model": model or None, "models": len(own) if model else 0}
+    final = rows[rows["model"] == model] if model else rows.iloc[:1]
     of_silos = model in (PERSONAL, GLOBAL)  # one row, the mean over the silos
-    return {**found, **named, "least_accuracy": None if of_silos else own[METRIC].min()}
+    # Whatever its name: rows of one model are compared, as are those of `per_model`.
+    return {
+        **dict(zip(RUN_KEY, key, strict=True)),
+        **dict(zip(MODEL_KEY, (FINAL, ALL_TIERS, "") if model else (None,) * 3, strict=True)),
+        **{name: final[name].iloc[0] for name in ("seeds", "total_bytes", "simulated_s", "wall_s")},
+        **{name: final[name].mean() for name in (METRIC, "macs", "parameters")},
+        "least_accuracy": None if of_silos else final[METRIC].min(),
+        "final_model": model or None,
+        "models": len(final) if model else 0,
+    }
 
 
 def _validation(tables: Tables) -> pd.DataFrame:
     """The last validation accuracy of every model and tier in the final evaluation, averaged per (run, model)."""
-    rows = for_all(tables, tables.evaluations)
-    chosen = (rows["stage"] == "evaluation") & (rows["split"] == "validation") & (rows["metric"] == METRIC)
-    rows = rows[chosen.fillna(False).astype(bool) & rows["client_id"].isna()]
+    rows = where(for_all(tables, tables.evaluations), stage="evaluation", split="validation", metric=METRIC)
+    rows = rows[rows["client_id"].isna()]
     place = [*RUN_KEY, "model"]
     key = [*place, "tier", "architecture"]
     last = rows.astype(dict.fromkeys(key, object)).drop_duplicates(key, keep="last")
@@ -239,7 +241,7 @@ def client_values(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     key = [*RUN_KEY, "model", "client_id"]
     rows = client_metrics(tables, metric)
     # Members of a family are told apart by their architecture, which stands behind the name.
-    family = rows["run_id"].isin(elastic_run_ids(tables))
+    family = rows["run_id"].isin(runs_of_kind(tables, SUBNETS))
     plain = rows["model"].where(~family, rows["model"].astype(str).str.split(" ").str[0])
     silos = per_silo(tables)
     both = [

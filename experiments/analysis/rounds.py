@@ -1,7 +1,6 @@
 """Frames of rounds: what each stage sent and computed, its loss and accuracy, and validation accuracy over steps."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 
@@ -18,6 +17,7 @@ from fedloom.experiments.analysis.tables import (
     real_rounds,
     requires,
     rounds_by_stage,
+    where,
 )
 
 
@@ -104,27 +104,24 @@ def _at_the_end(final: pd.DataFrame, own: pd.DataFrame, rounds: Mapping[tuple[st
     It leaves out models without their own training (supernet_init is where fine-tuning starts), stages that scored
     their last weights themselves, and supernets for which training scored other subnets.
     """
-    stages = [_trained_in(*place) for place in zip(final["model"], final["tier"], final["architecture"], strict=True)]
+    places = zip(final["model"], final["tier"], final["architecture"], strict=True)
+    stages = [
+        TRAINING if model == TRAINING else f"{model}/{architecture if model == ALONE else tier}"
+        for model, tier, architecture in places
+    ]
     done = [rounds.get((str(run), stage)) for run, stage in zip(final["run_id"], stages, strict=True)]
     rows = final.assign(stage=stages, rounds_done=pd.Series(done, final.index, dtype="Int64"))
-    scored = {(run, stage): set(group["architecture"]) for (run, stage), group in own.groupby(["run_id", "stage"])}
+    scored = {place: set(group["architecture"]) for place, group in own.groupby(["run_id", "stage"])}
     ended = set(zip(own["run_id"], own["stage"], own["rounds_done"], strict=True))
-    kept = []
+    points = []
     for (run, stage, end), group in rows.groupby(["run_id", "stage", "rounds_done"], sort=False):
         if (run, stage, end) in ended:
             continue
         if stage != TRAINING:
-            kept.append(group)
+            points.append(group)
         elif scored.get((run, stage), set()) and scored[run, stage] <= set(group["architecture"]):
-            kept.append(group[group["architecture"].isin(scored[run, stage])])
-    return pd.concat(kept) if kept else rows.iloc[:0]
-
-
-def _trained_in(model: Any, tier: Any, architecture: Any) -> str:
-    """The stage that trains a model of the final evaluation."""
-    if model == TRAINING:
-        return TRAINING
-    return f"{model}/{architecture if model == ALONE else tier}"
+            points.append(group[group["architecture"].isin(scored[run, stage])])
+    return pd.concat(points) if points else rows.iloc[:0]
 
 
 def steps(tables: Tables) -> pd.DataFrame:
@@ -140,21 +137,13 @@ def steps(tables: Tables) -> pd.DataFrame:
     return pd.concat([p[columns] for p in parts if len(p)] or parts, ignore_index=True)
 
 
-def training_steps(tables: Tables) -> dict[str, int]:
-    """Number of client trainings planned for the supernet, by run."""
-    rounds = by_stage(tables.rounds)
-    sums = rounds[rounds["kind"] == TRAINING].groupby("run_id")["clients_planned"].sum()
-    return {str(run): int(total) for run, total in sums.items()}
-
-
 def _training(tables: Tables) -> pd.DataFrame:
     rounds = by_stage(tables.rounds)
     rounds = rounds[rounds["kind"] == TRAINING].sort_values(["run_id", "round"])
     before = rounds.groupby("run_id")["clients_planned"].cumsum()
     after = {(r, n + 1): int(s) for r, n, s in zip(rounds["run_id"], rounds["round"], before, strict=True)}
     rows = by_stage(tables.evaluations)
-    chosen = (rows["kind"] == TRAINING) & (rows["split"] == "validation") & (rows["metric"] == METRIC)
-    rows = rows[chosen.fillna(False).astype(bool) & rows["client_id"].isna()]
+    rows = where(rows[rows["client_id"].isna()], kind=TRAINING, split="validation", metric=METRIC)
     step = [after.get((run, done), 0) for run, done in zip(rows["run_id"], rows["round"], strict=True)]
     return pd.DataFrame(
         {"run_id": rows["run_id"].astype(object), "phase": TRAINING, "step": step, "accuracy": rows["value"]}
@@ -164,7 +153,8 @@ def _training(tables: Tables) -> pd.DataFrame:
 def _search(tables: Tables) -> pd.DataFrame:
     rows = tables.candidates[tables.candidates["metric"].notna()]
     # All searches start at the end of the longest training, so that runs without training rows align with the others.
-    begin = max(training_steps(tables).values(), default=0)
+    rounds = where(by_stage(tables.rounds), kind=TRAINING)
+    begin = int(rounds.groupby("run_id")["clients_planned"].sum().max()) if len(rounds) else 0
     step = begin + 1 + rows.groupby("run_id").cumcount()
     return pd.DataFrame(
         {"run_id": rows["run_id"].astype(object), "phase": SEARCH, "step": step, "accuracy": rows["metric"]}

@@ -21,7 +21,8 @@ from fedloom.experiments.analysis.tables import (
     only,
     real_rounds,
     rounds_by_stage,
-    silo_run_ids,
+    runs_of_kind,
+    where,
 )
 from fedloom.platform.plugins import called
 
@@ -36,7 +37,7 @@ PER_SILO = ("accuracy", "loss", "global_accuracy", "parameters", "macs", "neighb
 
 def silos(tables: Tables) -> Tables:
     """The tables of the runs of cross-silo methods."""
-    return only(tables, silo_run_ids(tables))
+    return only(tables, runs_of_kind(tables, SILOS))
 
 
 def training(frame: pd.DataFrame) -> pd.DataFrame:
@@ -57,9 +58,8 @@ def per_silo(tables: Tables) -> pd.DataFrame:
     has a personal one), parameters, macs (forward, per sample), neighbour_share (kNN-Per only). A silo without test
     samples has no accuracy.
     """
-    rows = silos(tables).evaluations
-    rows = rows[(rows["stage"] == EVALUATION) & rows["client_id"].notna()]
-    rows = rows[rows["model"].isin([PERSONAL, GLOBAL]) & (rows["split"].isna() | (rows["split"] == "test"))]
+    rows = where(silos(tables).evaluations, stage=EVALUATION, model=[PERSONAL, GLOBAL])
+    rows = rows[rows["client_id"].notna() & (rows["split"].isna() | (rows["split"] == "test"))]
     found = [_silo(key, group) for key, group in rows.groupby([*RUN_KEY, "client_id"], sort=False)]
     columns = [*RUN_KEY, "client_id", "model", "architecture", "samples", *PER_SILO]
     frame = pd.DataFrame(found, columns=columns).astype(dict.fromkeys(PER_SILO, "float64"))
@@ -75,8 +75,8 @@ def best_round(run: Tables) -> tuple[float, int] | None:
 
     Test data choose it, so that it is too high; it is what papers report (SPIDER, App. B.1). None if not measured.
     """
-    rows = silos(run).evaluations
-    rows = rows[(rows["metric"] == WATCHED) & (rows["samples"].fillna(0) > 0) & rows["value"].notna()]
+    rows = where(silos(run).evaluations, metric=WATCHED)
+    rows = rows[(rows["samples"].fillna(0) > 0) & rows["value"].notna()]
     personal = rows[rows["model"] == PERSONAL]
     means = (personal if len(personal) else rows).groupby("round")["value"].agg(["mean", "size"])
     means = means.loc[means["size"] == means["size"].max(), "mean"].astype("float64")
@@ -223,8 +223,8 @@ def _train_rows(tables: Tables) -> pd.DataFrame:
 
 
 def _validation_rows(tables: Tables) -> pd.DataFrame:
-    rows = training(tables.evaluations)
-    rows = rows[(rows["split"] == "validation") & rows["client_id"].notna() & rows["model"].isin([PERSONAL, GLOBAL])]
+    rows = where(training(tables.evaluations), split="validation", model=[PERSONAL, GLOBAL])
+    rows = rows[rows["client_id"].notna()]
     with_own = set(rows.loc[rows["model"] == PERSONAL, "run_id"])
     rows = rows[(rows["model"] == PERSONAL) | ~rows["run_id"].isin(with_own)]
     index = [*RUN_KEY, "stage", "round", "client_id"]
@@ -294,10 +294,8 @@ def p_matrix(tables: Tables) -> pd.DataFrame:
     j's architecture was fine-tuned on i's data. Columns: experiment, run_id, client_id, silo, accuracy. Pairs that were
     not measured have no row; with `BEST`, it is the accuracy. Source: SPIDER, Sec. 5.2.2, Fig. 3.
     """
-    rows = silos(tables).evaluations
-    chosen = (rows["stage"] == GAINS) & (rows["split"] == "test") & rows["metric"].isin([METRIC, BEST])
-    chosen &= rows["client_id"].notna() & rows["model"].str.fullmatch(rf"{SILO}\d+")
-    rows = rows[chosen.fillna(False).astype(bool)]
+    rows = where(silos(tables).evaluations, stage=GAINS, split="test", metric=[METRIC, BEST])
+    rows = rows[rows["client_id"].notna() & rows["model"].str.fullmatch(rf"{SILO}\d+")]
     rows = rows[(rows["samples"].isna() | (rows["samples"] > 0)) & rows["value"].notna()]
     rows = rows.assign(best=(rows["metric"] == BEST).astype(bool)).sort_values("best", kind="stable")
     number = rows["model"].astype(object).str.removeprefix(SILO).astype("Int64")
@@ -309,8 +307,7 @@ def p_matrix(tables: Tables) -> pd.DataFrame:
 
 def best_on_test(tables: Tables) -> bool:
     """Whether some p_ij are the best of all epochs on test data."""
-    rows = silos(tables).evaluations
-    return bool(((rows["stage"] == GAINS) & (rows["metric"] == BEST)).fillna(False).any())
+    return len(where(silos(tables).evaluations, stage=GAINS, metric=BEST)) > 0
 
 
 def personalisation_gains(matrix: pd.DataFrame) -> pd.DataFrame:

@@ -11,7 +11,14 @@ import pandas as pd
 from fedloom.experiments.analysis.rounds import communication
 from fedloom.experiments.analysis.seeds import SEEDS, Estimate, estimate_by_seed
 from fedloom.experiments.analysis.settings import Setting, flat, settings_of
-from fedloom.experiments.analysis.tables import ALONE, SUBNETS, Tables, configuration, elastic_run_ids
+from fedloom.experiments.analysis.tables import (
+    ALONE,
+    SUBNETS,
+    Tables,
+    configuration,
+    runs_of_kind,
+    where,
+)
 
 if TYPE_CHECKING:
     from fedloom.platform.spaces.base import SearchSpace
@@ -42,19 +49,13 @@ class Labels:
 
 def labels_of(tables: Tables) -> Labels:
     """The labels of the runs' spaces, without spaces that this version cannot build."""
-    spaces: dict[str, ElasticSpace] = {}
-    for run_id in elastic_run_ids(tables):
-        space = _elastic(configuration(tables, run_id))
-        if space is not None:
-            spaces[run_id] = space
-    return Labels(spaces)
-
-
-def _elastic(config: Mapping[str, Any]) -> "ElasticSpace | None":
+    runs = runs_of_kind(tables, SUBNETS)
+    if not runs:
+        return Labels({})
     from fedloom.platform.spaces.elastic import ElasticSpace
 
-    space = space_of(config)
-    return space if isinstance(space, ElasticSpace) else None
+    spaces = {run_id: space_of(configuration(tables, run_id)) for run_id in runs}
+    return Labels({run_id: space for run_id, space in spaces.items() if isinstance(space, ElasticSpace)})
 
 
 def decoded(tables: Tables, run_id: str, architecture: str) -> str:
@@ -147,7 +148,9 @@ def subnets(tables: Tables, labels: Labels) -> pd.DataFrame:
     without a supernet), target, architecture, label, macs, parameters, and per split accuracy, perplexity (text data)
     and loss on all of the server's data. Unknown values are null.
     """
-    rows = _evaluated(tables)
+    models, runs = (SUPERNET, SEARCHED, ALONE), runs_of_kind(tables, SUBNETS)
+    rows = where(tables.evaluations, stage="evaluation", run_id=runs, model=models)
+    rows = rows[rows["client_id"].isna()]
     names = rows["metric"].where(rows["split"].isna(), rows["split"].astype(object) + "_" + rows["metric"])
     target = rows["tier"].astype(object).where(rows["model"] == SEARCHED, "")
     rows = rows.assign(name=names, target=target)
@@ -160,13 +163,6 @@ def subnets(tables: Tables, labels: Labels) -> pd.DataFrame:
     )
     label = [labels.of(str(r), str(a)) for r, a in zip(wide["run_id"], wide["architecture"], strict=True)]
     return _with_known_costs(wide.assign(label=pd.Series(label, wide.index, dtype=object)), tables)
-
-
-def _evaluated(tables: Tables) -> pd.DataFrame:
-    rows = tables.evaluations
-    chosen = (rows["stage"] == "evaluation") & rows["client_id"].isna()
-    chosen &= rows["run_id"].isin(elastic_run_ids(tables)) & rows["model"].isin([SUPERNET, SEARCHED, ALONE])
-    return rows[chosen.fillna(False).astype(bool)]
 
 
 def _with_known_costs(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
@@ -205,8 +201,7 @@ def _subnets(rows: pd.DataFrame) -> Iterable[Subnet]:
 
 
 def _predictors(evaluations: pd.DataFrame) -> Iterable[Predictor]:
-    rows = evaluations[(evaluations["model"] == "predictor").fillna(False).astype(bool)]
-    groups = rows.groupby("metric", sort=False)
+    groups = where(evaluations, model="predictor").groupby("metric", sort=False)
     values = {str(name): estimate_by_seed(group["value"], group[SEEDS]) for name, group in groups}
     for measure in ("accuracy", "loss", "latency_s"):
         if f"predictor_kendall_tau_{measure}" in values:
@@ -219,14 +214,13 @@ def scored(tables: Tables) -> pd.DataFrame:
 
     Columns: experiment, run_id, tier (samples, front, or the target), architecture, macs, metric, on_front, is_winner.
     """
-    rows = tables.candidates[tables.candidates["run_id"].isin(elastic_run_ids(tables))]
-    rows = rows[rows["feasible"].fillna(False).astype(bool) & rows["metric"].notna() & rows["macs"].notna()]
-    evaluated = tables.evaluations[(tables.evaluations["model"] == SEARCHED).fillna(False).astype(bool)]
-    winners = {(r.run_id, r.tier, r.architecture) for r in evaluated.itertuples()}
-    names = zip(rows["run_id"], rows["tier"], rows["architecture"], strict=True)
+    rows = where(tables.candidates, run_id=runs_of_kind(tables, SUBNETS))
+    rows = rows[rows["feasible"].fillna(False)].dropna(subset=["metric", "macs"])
+    key = ["run_id", "tier", "architecture"]
+    winners = set(where(tables.evaluations, model=SEARCHED)[key].itertuples(index=False, name=None))
+    won = pd.Series([name in winners for name in rows[key].itertuples(index=False, name=None)], rows.index, dtype=bool)
+    columns = ["experiment", *key, "macs", "metric"]
     front = rows["on_front"].fillna(False).astype(bool)
-    won = pd.Series([name in winners for name in names], rows.index, dtype=bool)
-    columns = ["experiment", "run_id", "tier", "architecture", "macs", "metric"]
     return rows[columns].astype({"macs": "float64"}).assign(on_front=front, is_winner=won)
 
 
@@ -312,16 +306,9 @@ def cost_comparisons(tables: Tables, labels: Labels) -> list[CostComparison]:
     return [
         _compare(one, other, costs[one.name]["supernet"], _members(other, costs[other.name], labels))
         for one, other in product(supernets, separate)
-        if _same(one, other, ("data", "dataset")) and _same(one, other, ("space",))
+        if one.config["data"]["dataset"] == other.config["data"]["dataset"]
+        and one.config["space"] == other.config["space"]
     ]
-
-
-def _same(one: Setting, other: Setting, path: Sequence[str]) -> bool:
-    first: Any = one.config
-    second: Any = other.config
-    for key in path:
-        first, second = first[key], second[key]
-    return bool(first == second)
 
 
 def _complete(stages: pd.DataFrame, settings: Iterable[Setting]) -> pd.DataFrame:

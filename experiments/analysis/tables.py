@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -73,7 +73,18 @@ def load(
     the table `runs` are read, and of `clients` only `CLIENT_COLUMNS`. Raises ValueError for an unknown run, experiment
     or table, if there are no runs, and for a damaged file.
     """
-    return load_paths(_find(fetch(results, _ids(run_ids), tensors=False), run_ids, experiment), tables)
+    ids = [run_ids] if isinstance(run_ids, str) else run_ids
+    root = fetch(results, ids, tensors=False)
+    if ids is None:
+        paths = _all_runs(root)
+    else:
+        paths = list(dict.fromkeys(path for name in ids for path in find_runs(root, name)))
+    if experiment is not None:
+        known = ", ".join(sorted({p.experiment for p in paths}))
+        paths = [p for p in paths if p.experiment == experiment]
+        if not paths:
+            raise ValueError(f"there are no runs of experiment {experiment!r} under {root}: there are runs of {known}")
+    return load_paths(paths, tables)
 
 
 def load_paths(paths: Sequence[RunPaths], tables: Iterable[str] = ALL_TABLES) -> Tables:
@@ -96,24 +107,6 @@ def latest_run(results: str | Path) -> str:
     return max(_all_runs(Path(results)), key=lambda run: (start_of(run.run_id, run.config), run.run_id)).run_id
 
 
-def _ids(run_ids: Sequence[str] | None) -> Sequence[str] | None:
-    return [run_ids] if isinstance(run_ids, str) else run_ids
-
-
-def _find(results: Path, run_ids: Sequence[str] | None, experiment: str | None) -> tuple[RunPaths, ...]:
-    if run_ids is None:
-        paths = tuple(_all_runs(results))
-    else:
-        paths = tuple(dict.fromkeys(path for given in _ids(run_ids) or () for path in find_runs(results, given)))
-    if experiment is None:
-        return paths
-    own = tuple(p for p in paths if p.experiment == experiment)
-    if not own:
-        known = ", ".join(sorted({p.experiment for p in paths}))
-        raise ValueError(f"there are no runs of experiment {experiment!r} under {results}: there are runs of {known}")
-    return own
-
-
 def _all_runs(results: Path) -> list[RunPaths]:
     runs = list_runs(results)
     if not runs:
@@ -126,12 +119,15 @@ def only(tables: Tables, run_ids: Sequence[str]) -> Tables:
     paths = tuple(p for p in tables.paths if p.run_id in set(run_ids))
     if paths == tables.paths:
         return tables
-
-    def of(frame: pd.DataFrame) -> pd.DataFrame:
-        return frame[frame["run_id"].isin(list(run_ids))].reset_index(drop=True)
-
-    frames = {name: of(getattr(tables, name)) for name in TABLES}
+    frames = {name: where(getattr(tables, name), run_id=run_ids).reset_index(drop=True) for name in TABLES}
     return Tables(paths=paths, read=tables.read, **frames)
+
+
+def where(frame: pd.DataFrame, **values: str | Collection[str]) -> pd.DataFrame:
+    """The rows whose columns have these values, or one of these values; a null has none."""
+    for column, value in values.items():
+        frame = frame[frame[column].isin([value] if isinstance(value, str) else list(value))]
+    return frame
 
 
 def requires(tables: Tables, *names: str) -> None:
@@ -227,26 +223,6 @@ def runs_of_kind(tables: Tables, kind: str) -> list[str]:
     return [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == kind]
 
 
-def elastic_run_ids(tables: Tables) -> list[str]:
-    """The runs that produce subnets of an elastic supernet."""
-    return runs_of_kind(tables, SUBNETS)
-
-
-def silo_run_ids(tables: Tables) -> list[str]:
-    """The runs of cross-silo methods."""
-    return runs_of_kind(tables, SILOS)
-
-
-def keeps_own_models(tables: Tables, run_id: str) -> bool:
-    """Whether silos keep their own model between rounds; the shared model is scored for a silo that has none."""
-    return traits_of(tables, run_id).get("own") == "model"
-
-
-def keeps_own_cells(tables: Tables, run_id: str) -> bool:
-    """Whether silos have their own cells on top of a shared base."""
-    return traits_of(tables, run_id).get("own") == "cells"
-
-
 def for_all(tables: Tables, frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with tier "all" in the rows of models that all clients share; rows of single clients stay unchanged."""
     shared = frame["run_id"].isin(runs_of_kind(tables, SHARED))
@@ -259,8 +235,7 @@ def for_all(tables: Tables, frame: pd.DataFrame) -> pd.DataFrame:
 
 def with_silo_clients(tables: Tables) -> Tables:
     """The tables with `clients` of the cross-silo runs, which have few rows; other runs' rows are not read."""
-    own = set(silo_run_ids(tables))
-    paths = [p for p in tables.paths if p.run_id in own]
+    paths = [p for p in tables.paths if kind_of(tables, p.run_id) == SILOS]
     return replace(tables, clients=read_table_of(paths, "clients")) if paths else tables
 
 
@@ -289,44 +264,36 @@ def with_training(tables: Tables) -> Tables:
     run that reused it, so that curves start where the training started and costs are those of a run that shares no
     supernet. If the run that trained the supernet was deleted, no rows are added.
     """
-    sources = _sources(tables)
+    stages = tables.rounds["stage"].astype(object)
+    trained_here = set(tables.rounds.loc[stages == TRAINING, "run_id"])
+    reused = tables.runs[tables.runs["supernet_run_id"].notna()]
+    sources = {
+        str(run): str(source)
+        for run, source in zip(reused["run_id"], reused["supernet_run_id"], strict=True)
+        if run != source and run not in trained_here
+    }
     if not sources:
         return tables
-    known = {p.run_id: [p] for p in tables.paths}
-    experiments = {p.run_id: p.experiment for p in tables.paths}
+    by_id = {p.run_id: [p] for p in tables.paths}
     root = tables.paths[0].root
-    trained = [p for r in dict.fromkeys(sources.values()) for p in (known.get(r) or runs_called(root, r))[-1:]]
+    trained = [p for r in dict.fromkeys(sources.values()) for p in (by_id.get(r) or runs_called(root, r))[-1:]]
 
     def joined(name: str, frame: pd.DataFrame) -> pd.DataFrame:
-        copies = _copies(name, trained, sources, experiments) if name in tables.read else []
+        if name not in tables.read:
+            return frame
+        rows = by_stage(read_table_of(trained, name))
+        rows = rows[rows["kind"] == TRAINING].drop(columns=["kind", "stage_tier"])
+        rows_of = {str(run_id): group for run_id, group in rows.groupby("run_id", sort=False)}
+        copies = [
+            rows_of[source].assign(run_id=run, experiment=by_id[run][0].experiment)
+            for run, source in sources.items()
+            if source in rows_of
+        ]
         return pd.concat([*copies, frame], ignore_index=True) if copies else frame
 
     return replace(
         tables, rounds=joined("rounds", tables.rounds), evaluations=joined("evaluations", tables.evaluations)
     )
-
-
-def _sources(tables: Tables) -> dict[str, str]:
-    """For each run that reused a supernet, the run that trained it."""
-    rows = tables.runs[tables.runs["supernet_run_id"].notna()]
-    pairs = {str(r.run_id): str(r.supernet_run_id) for r in rows.itertuples()}
-    stages = tables.rounds["stage"].astype(object)
-    own = set(tables.rounds.loc[stages == TRAINING, "run_id"])
-    return {run: source for run, source in pairs.items() if run != source and run not in own}
-
-
-def _copies(
-    name: str, trained: list[RunPaths], sources: Mapping[str, str], experiments: Mapping[str, str]
-) -> list[pd.DataFrame]:
-    """The rows of a supernet's training, one copy per run that reused it."""
-    rows = by_stage(read_table_of(trained, name))
-    rows = rows[rows["kind"] == TRAINING].drop(columns=["kind", "stage_tier"])
-    by_source = {str(run_id): group for run_id, group in rows.groupby("run_id", sort=False)}
-    return [
-        by_source[source].assign(run_id=run, experiment=experiments[run])
-        for run, source in sources.items()
-        if source in by_source
-    ]
 
 
 METRIC = "accuracy"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedloom.experiments.analysis.clients import fairness, measured_rows
+from fedloom.experiments.analysis.clients import fairness
 from fedloom.experiments.analysis.tables import (
     ALL_TIERS,
     METRIC,
@@ -31,6 +31,7 @@ from fedloom.experiments.analysis.tables import (
     natural,
     requires,
     shown_models,
+    where,
 )
 
 
@@ -73,18 +74,12 @@ def architectures(tables: Tables) -> dict[tuple[str, str], str]:
 
 def _search_winners(tables: Tables) -> pd.DataFrame:
     """The candidate with the best metric or loss, then fewest MACs, by the rule of the search itself."""
-    candidates = tables.candidates
-    feasible = candidates[candidates["feasible"].fillna(False).astype(bool)]
-    metrics = {run: _ranked_by(tables, str(run)) for run in feasible["run_id"].unique()}
-    by_loss = feasible["run_id"].map(metrics).eq("loss")
+    feasible = tables.candidates[tables.candidates["feasible"].fillna(False)]
+    searches = {run: configuration(tables, str(run)).get("method", {}) for run in feasible["run_id"].unique()}
+    by_loss = feasible["run_id"].map({run: m.get("search", {}).get("metric") for run, m in searches.items()}).eq("loss")
     merits = feasible["metric"].astype("float64").where(~by_loss, -feasible["loss"].astype("float64"))
     ordered = feasible.assign(merit=merits).sort_values(["merit", "macs"], ascending=[False, True], kind="stable")
     return ordered.drop_duplicates(["run_id", "tier"])[["run_id", "tier", "architecture"]]
-
-
-def _ranked_by(tables: Tables, run_id: str) -> str:
-    """What the run's search ranks models by; runs from before that could be chosen rank by accuracy."""
-    return str(configuration(tables, run_id).get("method", {}).get("search", {}).get("metric", METRIC))
 
 
 def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None = None) -> pd.DataFrame:
@@ -108,9 +103,15 @@ def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None =
     frame = pd.DataFrame(rows, columns=columns).astype(
         {"upper_bound": "Float64", "macs": "Int64", "parameters": "Int64", "search_metric": "float64"}
     )
-    frame = frame.merge(_central_test(for_all(tables, tables.evaluations)), on=["run_id", "tier"], how="left")
+    key = ["run_id", "tier"]
+    tested = where(for_all(tables, tables.evaluations), split="test", metric=METRIC)
+    names = shown_models([*MODELS, *tested.loc[tested["client_id"].isna(), "model"].dropna()])
+    wide = _central(tested, names).add_prefix("test_").reset_index().astype(dict.fromkeys(key, object))
+    frame = frame.merge(wide, on=key, how="left")
     frame["gain"] = frame["test_fine_tuned"] - frame["test_rand_init"]
-    return frame.merge(_kendall_tau(tables.evaluations), on=["run_id", "tier"], how="left")
+    correlations = where(tables.evaluations, metric="kendall_tau_federated").groupby(key, sort=False)["value"].mean()
+    tau = correlations.rename("kendall_tau").reset_index().astype(dict.fromkeys(key, object))
+    return frame.merge(tau, on=key, how="left")
 
 
 def _costs(tables: Tables) -> dict[tuple[str, str, Any], tuple[Any, Any, Any]]:
@@ -122,19 +123,11 @@ def _costs(tables: Tables) -> dict[tuple[str, str, Any], tuple[Any, Any, Any]]:
     return {(r[0], r[1], r[2]): (r[3], r[4], r[5]) for r in both.itertuples(index=False)}
 
 
-def _central_test(evaluations: pd.DataFrame) -> pd.DataFrame:
-    rows = measured_rows(evaluations, "test", METRIC)
+def _central(rows: pd.DataFrame, models: list[str]) -> pd.DataFrame:
+    """The last value of the rows that the server measured: a row per (run_id, tier), a column per model."""
     rows = rows[rows["client_id"].isna()]
-    names = shown_models([*MODELS, *rows["model"].dropna()])
     table = rows.pivot_table(index=["run_id", "tier"], columns="model", values="value", aggfunc="last")
-    wide = table.reindex(columns=names).astype("float64").add_prefix("test_").reset_index()
-    return wide.rename_axis(columns=None).astype({"run_id": object, "tier": object})
-
-
-def _kendall_tau(evaluations: pd.DataFrame) -> pd.DataFrame:
-    rows = evaluations[evaluations["metric"] == "kendall_tau_federated"]
-    mean = rows.groupby(["run_id", "tier"], sort=False)["value"].mean().rename("kendall_tau").reset_index()
-    return mean.astype({"run_id": object, "tier": object})
+    return table.reindex(columns=models).astype("float64").rename_axis(columns=None)
 
 
 def pareto(tables: Tables) -> pd.DataFrame:
@@ -145,7 +138,7 @@ def pareto(tables: Tables) -> pd.DataFrame:
     """
     requires(tables, "candidates")
     chosen = architectures(tables)
-    rows = tables.candidates[tables.candidates["feasible"].fillna(False).astype(bool)]
+    rows = tables.candidates[tables.candidates["feasible"].fillna(False)]
     names = zip(rows["run_id"], rows["tier"], rows["architecture"], strict=True)
     winner = [chosen.get((run, tier)) == architecture for run, tier, architecture in names]
     columns = [*RUN_KEY, "tier", "generation", "architecture", "macs", "parameters", "loss", "metric"]
@@ -240,13 +233,11 @@ def with_perplexity(per_tier: pd.DataFrame, tables: Tables) -> pd.DataFrame:
     set), perplexity_gain (rand_init minus fine_tuned: how much lower it is), and clients_MODEL_mean, _std and _worst
     (the highest, over the tier's clients on their own test data), which a row of tier "all" has of all clients.
     """
-    measured = for_all(tables, tables.evaluations)
-    rows = measured[(measured["metric"] == PERPLEXITY) & (measured["split"] == "test") & measured["client_id"].isna()]
-    if rows.empty:
+    rows = where(for_all(tables, tables.evaluations), split="test", metric=PERPLEXITY)
+    models = shown_models(list(rows.loc[rows["client_id"].isna(), "model"]))
+    if not models:
         return per_tier
-    models = shown_models(list(rows["model"]))
-    wide = rows.pivot_table(index=["run_id", "tier"], columns="model", values="value", aggfunc="last")[models]
-    wide = wide.astype("float64").add_prefix(f"{PERPLEXITY}_").reset_index().rename_axis(columns=None)
+    wide = _central(rows, models).add_prefix(f"{PERPLEXITY}_").reset_index()
     found = per_tier.merge(wide.astype({"run_id": object, "tier": object}), on=["run_id", "tier"], how="left")
     if {"fine_tuned", "rand_init"} <= set(models):
         found["perplexity_gain"] = found["perplexity_rand_init"] - found["perplexity_fine_tuned"]

@@ -46,14 +46,13 @@ from fedloom.experiments.analysis.tables import (
     Tables,
     by_stage,
     configuration,
-    elastic_run_ids,
     is_dry,
     kind_of,
     latest_run,
     load,
     only,
     real_rounds,
-    silo_run_ids,
+    runs_of_kind,
     upper_bounds,
     with_silo_clients,
     with_training,
@@ -355,9 +354,9 @@ def stage_pictures(tables: Tables, bounds: Bounds, labels: Labels) -> Iterator[P
     settings = settings_of(tables)
     experiments = list(dict.fromkeys(s.experiment for s in settings))
     # Cross-silo and SuperFedNAS runs have figures of their own for their curves and their searches.
-    curves, candidates, silo_runs = convergence(tables), pareto(tables), silo_run_ids(tables)
+    curves, candidates, silo_runs = convergence(tables), pareto(tables), runs_of_kind(tables, SILOS)
     curves = _labelled(curves[~curves["run_id"].isin(silo_runs)], labels)
-    candidates = candidates[~candidates["run_id"].isin([*elastic_run_ids(tables), *silo_runs])]
+    candidates = candidates[~candidates["run_id"].isin([*runs_of_kind(tables, SUBNETS), *silo_runs])]
     kinds, rounds = communication_by_kind(communication(tables)), by_stage(real_rounds(tables.rounds))
     clients, confused, texts = client_metrics(tables), confusions(tables), text_run_ids(tables)
     for experiment in experiments:

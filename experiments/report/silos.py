@@ -37,9 +37,8 @@ from fedloom.experiments.analysis.tables import (
     METRIC,
     Tables,
     configuration,
-    keeps_own_cells,
-    keeps_own_models,
     only,
+    traits_of,
 )
 from fedloom.experiments.report.content import Block, Picture, sheets
 from fedloom.experiments.report.drawing import (
@@ -549,8 +548,8 @@ def _gaps_of_scores(run: Tables, named: Callable[[Sequence[int]], str], num_silo
     untrained = [silo for silo in range(num_silos) if silo not in took_part_once and silo in scored]
     if len(trained) and untrained:
         model = "the shared model has learned nothing from the data there"
-        if keeps_own_models(run, run_id):
+        if traits_of(run, run_id).get("own") == "model":
             model = "what is scored as personal there is the shared model"
-        elif keeps_own_cells(run, run_id):
+        elif traits_of(run, run_id).get("own") == "cells":
             model = "what is scored as personal there is the shared base with cells that were never trained"
         yield f"no training round of {named(untrained)} counted (failed, dropped or late every time): {model}"

@@ -23,7 +23,7 @@ from fedloom.experiments.analysis.subnets import (
     subnets,
     targets_of,
 )
-from fedloom.experiments.analysis.tables import ALONE, SUBNETS, Tables, elastic_run_ids, only, real_rounds
+from fedloom.experiments.analysis.tables import ALONE, SUBNETS, Tables, only, real_rounds, runs_of_kind
 from fedloom.experiments.report.content import Block, Picture, sheets
 from fedloom.experiments.report.drawing import (
     BLUE,
@@ -393,7 +393,7 @@ CAPTIONS = {
 
 def subnet_pictures(tables: Tables, labels: Labels) -> Iterator[Picture]:
     """The figures of all SuperFedNAS runs; none if there is no such run."""
-    elastic = only(tables, elastic_run_ids(tables))
+    elastic = only(tables, runs_of_kind(tables, SUBNETS))
     if not elastic.paths:
         return
     settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
