@@ -21,7 +21,6 @@ from fedloom.experiments.export.formats import (
     FORMATS,
     INPUT,
     OUTPUT,
-    Agreement,
     Comparison,
     Encoded,
     Forward,
@@ -129,18 +128,24 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
 
 
 def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
-    worker = Worker(world.spec)
-    method = world.config.method
+    worker, method = Worker(world.spec), world.config.method
     statistics = method.search.statistics if isinstance(method, FedorASConfig) else ESTIMATED
     module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone, statistics), chosen.weights)
-    data = worker.in_task(_validation(worker), chosen.architecture)
+    data = worker.in_task(worker.central_data("validation"), chosen.architecture)
+    if len(data[0]) < 2:
+        raise ValueError(
+            f"an export is checked on validation data, of which this run has {len(data[0])} samples: it needs a run "
+            "with a larger data.validation_share"
+        )
     sample = data[0][:2]
     encoded = encode(module, sample, formats)
     comparison = compare(
         _reference(worker, chosen, module), {kind: file.forward for kind, file in encoded.items()}, data
     )
     check_agreement(comparison)
-    name = _file_name(chosen.label)
+    name = chosen.label
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:80]}-{content_hash(name.encode())[:16]}"
     names = worker.class_names(chosen.architecture)
     card = with_files(model_card(paths, world, chosen, module, sample, comparison, names), name, encoded)
     contents = {kind: file.content for kind, file in encoded.items()}
@@ -156,16 +161,6 @@ def _reference(worker: Worker, chosen: Chosen, module: nn.Module) -> Forward:
     return lambda x: supernet(x, chosen.architecture)
 
 
-def _validation(worker: Worker) -> tuple[Tensor, Tensor]:
-    data = worker.central_data("validation")
-    if len(data[0]) < 2:
-        raise ValueError(
-            f"an export is checked on validation data, of which this run has {len(data[0])} samples: it needs a run "
-            "with a larger data.validation_share"
-        )
-    return data
-
-
 @contextmanager
 def _threads(threads: int) -> Iterator[None]:
     """Sets the run's number of threads for the block, since it affects the order of sums and so the last digits."""
@@ -175,13 +170,6 @@ def _threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _file_name(label: str) -> str:
-    """The label as a file name; a long label is shortened and made unique with a hash."""
-    if len(label) <= LONGEST_NAME:
-        return label
-    return f"{label[:80]}-{content_hash(label.encode())[:16]}"
 
 
 def _write(folder: Path, name: str, contents: Mapping[str, bytes]) -> dict[str, Path]:
@@ -230,28 +218,51 @@ def model_card(
     class_names: Sequence[str],
 ) -> Card:
     """The card of a model as JSON data, without the entries of its files."""
-    config = asdict(world.config)
-    dataset = world.data.dataset
+    space, dataset = world.space, world.data.dataset
+    shape = list(space.input_shape)
+    computed = json.dumps(what_is_computed(asdict(world.config)), sort_keys=True)
+    x = sample[:1]
     return {
         "card_version": CARD_VERSION,
         "run_id": paths.run_id,
         "experiment": paths.experiment,
-        "config_hash": content_hash(json.dumps(what_is_computed(config), sort_keys=True).encode()),
+        "config_hash": content_hash(computed.encode()),
         "method": world.config.method.name,
         "dataset": dataset.name,
         "source": chosen.source,
-        "architecture": describe_architecture(world.space, chosen.architecture),
+        "architecture": describe_architecture(space, chosen.architecture),
         "macs": int(world.macs_table.cost(chosen.architecture)),
-        "parameters": int(world.space.cost_table("parameters").cost(chosen.architecture)),
+        "parameters": int(space.cost_table("parameters").cost(chosen.architecture)),
         "size_bytes": bytes_of(module.state_dict()),
-        "input": _tensor(INPUT, world.space.input_shape, sample.dtype, dataset.kind),
+        "input": {
+            "name": INPUT,
+            "shape": ["batch", *(["length"] if dataset.kind == "tokens" else shape)],
+            "trained_shape": shape,
+            "dtype": str(sample.dtype).removeprefix("torch."),
+        },
         "output": {"name": OUTPUT, "classes_dimension": 1},
         "preprocessing": preprocessing(dataset),
         "class_names": list(class_names),
         "recorded": recorded(paths, chosen),
-        "latency": _latency(module, sample[:1]),
+        "latency": {
+            **asdict(latency_s_of(module, x)),
+            "device": str(x.device),
+            "threads": torch.get_num_threads(),
+            "batch_size": len(x),
+        },
         "versions": {package: version(package) for package in ("fedloom", "torch")},
-    } | _checked(comparison)
+        "measured": {
+            "split": "validation",
+            "metric": "accuracy",
+            "value": comparison.correct / comparison.targets,
+            "correct": comparison.correct,
+            "targets": comparison.targets,
+        },
+        "checks": {
+            kind: {**asdict(agreement), "compared_with": "the run's model on its validation data"}
+            for kind, agreement in comparison.agreements.items()
+        },
+    }
 
 
 def describe_architecture(space: SearchSpace, architecture: Architecture) -> Card:
@@ -284,15 +295,14 @@ def recorded(paths: RunPaths, chosen: Chosen) -> list[Card]:
     if chosen.tier is not None:
         own &= rows["tier"].eq(chosen.tier)
     last = rows[own].drop_duplicates(["split", "metric"], keep="last")
-    columns = ("model", "split", "metric", "value", "samples")
-    return [_plain(row, columns) for row in last.to_dict("records")]
-
-
-def _plain(row: Mapping[Any, Any], columns: Sequence[str]) -> Card:
-    values = {name: row[name] for name in columns}
-    # JSON has no NaN.
-    values["value"] = float(values["value"]) if math.isfinite(values["value"]) else None
-    return values | {"samples": int(values["samples"])}
+    return [
+        {
+            **{name: row[name] for name in ("model", "split", "metric")},
+            "value": float(row["value"]) if math.isfinite(row["value"]) else None,  # JSON has no NaN
+            "samples": int(row["samples"]),
+        }
+        for row in last.to_dict("records")
+    ]
 
 
 def with_files(card: Card, name: str, encoded: Mapping[str, Encoded]) -> Card:
@@ -303,24 +313,3 @@ def with_files(card: Card, name: str, encoded: Mapping[str, Encoded]) -> Card:
         for kind, file in encoded.items()
     }
     return {"name": name, **card, "files": files}
-
-
-def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Card:
-    free: list[str | int] = ["batch", *(["length"] if kind == "tokens" else shape)]
-    return {"name": name, "shape": free, "trained_shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-
-
-def _latency(module: nn.Module, x: Tensor) -> Card:
-    measured = latency_s_of(module, x)
-    place = {"device": str(x.device), "threads": torch.get_num_threads(), "batch_size": len(x)}
-    return {**asdict(measured), **place}
-
-
-def _checked(comparison: Comparison) -> Card:
-    accuracy = {"split": "validation", "metric": "accuracy", "value": comparison.correct / comparison.targets}
-    checks = {kind: _agreement(found) for kind, found in comparison.agreements.items()}
-    return {"measured": {**accuracy, "correct": comparison.correct, "targets": comparison.targets}, "checks": checks}
-
-
-def _agreement(found: Agreement) -> Card:
-    return {**asdict(found), "compared_with": "the run's model on its validation data"}

@@ -143,15 +143,25 @@ LARGEST_CHANGED_SHARE = 1e-3
 BATCH_SIZE = 256
 
 
-@dataclass(frozen=True)
+@dataclass
 class Agreement:
     """The differences between a file's outputs and the model's, over all compared samples."""
 
-    max_abs_difference: float
-    largest_output: float
-    argmax_changed: int
-    targets: int
-    samples: int
+    max_abs_difference: float = 0.0
+    largest_output: float = 0.0
+    argmax_changed: int = 0
+    targets: int = 0
+    samples: int = 0
+
+    def add(self, expected: Tensor, output: Tensor, counts: Tensor) -> None:
+        """Adds a batch; `counts` says which targets count."""
+        # Python's max may drop NaN; torch's max keeps it.
+        difference = float((output - expected).abs().max()) if output.shape == expected.shape else math.nan
+        self.max_abs_difference = difference if math.isnan(difference) else max(self.max_abs_difference, difference)
+        self.largest_output = max(self.largest_output, float(expected.abs().max()))
+        self.argmax_changed += int(((output.argmax(dim=1) != expected.argmax(dim=1)) & counts).sum())
+        self.targets += int(counts.sum())
+        self.samples += len(expected)
 
 
 @dataclass(frozen=True)
@@ -164,25 +174,6 @@ class Comparison:
     agreements: Mapping[str, Agreement]
 
 
-class _Tally:
-    """Accumulates the differences of one file."""
-
-    def __init__(self) -> None:
-        self.difference, self.largest, self.changed, self.targets, self.samples = 0.0, 0.0, 0, 0, 0
-
-    def add(self, expected: Tensor, found: Tensor, counts: Tensor) -> None:
-        # Python's max may drop NaN; torch's max keeps it.
-        difference = float((found - expected).abs().max()) if found.shape == expected.shape else math.nan
-        self.difference = difference if math.isnan(difference) else max(self.difference, difference)
-        self.largest = max(self.largest, float(expected.abs().max()))
-        self.changed += int(((found.argmax(dim=1) != expected.argmax(dim=1)) & counts).sum())
-        self.targets += int(counts.sum())
-        self.samples += len(expected)
-
-    def agreement(self) -> Agreement:
-        return Agreement(self.difference, self.largest, self.changed, self.targets, self.samples)
-
-
 @torch.no_grad()
 def compare(reference: Forward, files: Mapping[str, Forward], data: tuple[Tensor, Tensor]) -> Comparison:
     """Runs the model and its files on all samples, with the batch size with which runs score models.
@@ -191,28 +182,28 @@ def compare(reference: Forward, files: Mapping[str, Forward], data: tuple[Tensor
     """
     x, y = data
     size = BATCH_SIZE if y.dim() == 1 else BATCH_SIZE // 8
-    tallies = {name: _Tally() for name in files}
+    agreements = {name: Agreement() for name in files}
     correct = targets = 0
     for x_B, y_B in zip(torch.split(x, size), torch.split(y, size), strict=True):
         logits, counts = reference(x_B), y_B != IGNORED
         correct += int((logits.argmax(dim=1) == y_B).sum())
         targets += int(counts.sum())
         for name, forward in files.items():
-            tallies[name].add(logits, forward(x_B), counts)
-    return Comparison(correct, targets, len(y), {name: tally.agreement() for name, tally in tallies.items()})
+            agreements[name].add(logits, forward(x_B), counts)
+    return Comparison(correct, targets, len(y), agreements)
 
 
 def check_agreement(comparison: Comparison) -> None:
     """Raises ValueError for a file whose outputs differ from the model's by more than rounding errors."""
-    for name, found in comparison.agreements.items():
-        allowed = LARGEST_DIFFERENCE * max(1.0, found.largest_output)
-        if not found.max_abs_difference <= allowed:  # true for NaN as well
+    for name, agreement in comparison.agreements.items():
+        allowed = LARGEST_DIFFERENCE * max(1.0, agreement.largest_output)
+        if not agreement.max_abs_difference <= allowed:  # true for NaN as well
             raise ValueError(
-                f"the {name} file's outputs differ from the model's by {found.max_abs_difference:.3g} (allowed is "
+                f"the {name} file's outputs differ from the model's by {agreement.max_abs_difference:.3g} (allowed is "
                 f"{allowed:.3g}): nothing was written; export other --formats and report this"
             )
-        if found.argmax_changed > LARGEST_CHANGED_SHARE * found.targets:
+        if agreement.argmax_changed > LARGEST_CHANGED_SHARE * agreement.targets:
             raise ValueError(
-                f"the {name} file predicts another class for {found.argmax_changed} of {found.targets} targets: "
-                "nothing was written; export other --formats and report this"
+                f"the {name} file predicts another class for {agreement.argmax_changed} of {agreement.targets} "
+                "targets: nothing was written; export other --formats and report this"
             )

@@ -1,6 +1,5 @@
 """Selects the model of a run to export: a model that the run kept, or a subnet of its supernet."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.experiments.runs.search import search_trained, trained_of
@@ -76,12 +75,17 @@ def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
             f"run {paths.run_id} trained networks that stay with their silos (method {world.config.method.name}); they "
             "lie in its checkpoint, client by client, and are not exported"
         )
-    if wanted.tier is not None:
-        _check_tier(world, wanted.tier)
+    tiers = [t.name for t in world.tiers]
+    if wanted.tier is not None and wanted.tier not in tiers:
+        raise ValueError(f"no tier {wanted.tier!r} in this run: its tiers are {', '.join(tiers)}")
     if wanted.model is not None:
         return _named(paths, world, wanted.model, wanted.tier)
     if wanted.architecture is not None:
-        return _of_architecture(paths, world, world.space.parse(wanted.architecture))
+        architecture = world.space.parse(wanted.architecture)
+        alone = group_of(architecture)
+        if alone in list_models(paths):
+            return _kept(paths, world, alone)
+        return _cut(paths, architecture, architecture_id(architecture))
     if wanted.tier is not None and not _is_searched(paths, world):
         return _of_tier(paths, world, wanted.tier)
     if wanted == Wanted():
@@ -99,12 +103,6 @@ def target_label(text: str) -> str:
         raise ValueError(f"--target {text!r}: give a measure and its limit, such as macs=1e9") from None
 
 
-def _check_tier(world: World, tier: str) -> None:
-    known = [t.name for t in world.tiers]
-    if tier not in known:
-        raise ValueError(f"no tier {tier!r} in this run: its tiers are {', '.join(known)}")
-
-
 def _is_searched(paths: RunPaths, world: World) -> bool:
     """Whether the models of tiers are subnets of a supernet that the run kept."""
     return method_of(world.config.method).kind == "subnets" and SUPERNET in list_models(paths)
@@ -112,17 +110,12 @@ def _is_searched(paths: RunPaths, world: World) -> bool:
 
 def _named(paths: RunPaths, world: World, model: str, tier: str | None) -> Chosen:
     known = list_models(paths)
-    of_tier = f"{tier}-{model}"
-    if tier is None or of_tier in known:
-        return _kept(paths, world, model if tier is None else of_tier)
+    if tier is None or f"{tier}-{model}" in known:
+        return _kept(paths, world, model if tier is None else f"{tier}-{model}")
     if model in known and model.startswith(f"{tier}-"):
         return _kept(paths, world, model)
-    own = _of(known, tier)
-    raise ValueError(f"{tier} has no model {model!r} in run {paths.run_id}; its models: {', '.join(own) or 'none'}")
-
-
-def _of(models: Sequence[str], tier: str) -> list[str]:
-    return [name for name in models if name.startswith(f"{tier}-")]
+    of_tier = ", ".join(name for name in known if name.startswith(f"{tier}-"))
+    raise ValueError(f"{tier} has no model {model!r} in run {paths.run_id}; its models: {of_tier or 'none'}")
 
 
 def _of_tier(paths: RunPaths, world: World, tier: str) -> Chosen:
@@ -130,15 +123,15 @@ def _of_tier(paths: RunPaths, world: World, tier: str) -> Chosen:
     for model in OF_A_TIER:
         if f"{tier}-{model}" in known:
             return _kept(paths, world, f"{tier}-{model}")
+    of_tier = [name for name in known if name.startswith(f"{tier}-")]
     if not known:
         raise ValueError(_nothing_yet(paths))
-    own = _of(known, tier)
-    if len(own) == 1:
-        return _kept(paths, world, own[0])
-    if own:
-        models = ", ".join(name.removeprefix(f"{tier}-") for name in own)
+    if len(of_tier) > 1:
+        models = ", ".join(name.removeprefix(f"{tier}-") for name in of_tier)
         raise ValueError(f"run {paths.run_id} keeps several models of {tier}: choose by --model one of {models}")
-    raise ValueError(f"run {paths.run_id} keeps no model of {tier}; its models: {', '.join(known)}")
+    if not of_tier:
+        raise ValueError(f"run {paths.run_id} keeps no model of {tier}; its models: {', '.join(known)}")
+    return _kept(paths, world, of_tier[0])
 
 
 def _only(paths: RunPaths, world: World) -> Chosen:
@@ -151,13 +144,6 @@ def _only(paths: RunPaths, world: World) -> Chosen:
     if len(known) > 1:
         raise ValueError(f"run {paths.run_id} keeps several models: choose by --model one of {', '.join(known)}")
     return _kept(paths, world, known[0] if known else "")
-
-
-def _of_architecture(paths: RunPaths, world: World, architecture: Architecture) -> Chosen:
-    alone = group_of(architecture)
-    if alone in list_models(paths):
-        return _kept(paths, world, alone)
-    return _cut(paths, architecture, architecture_id(architecture))
 
 
 def _kept(paths: RunPaths, world: World, name: str) -> Chosen:
@@ -175,20 +161,14 @@ def _kept(paths: RunPaths, world: World, name: str) -> Chosen:
 
 
 def _cut(paths: RunPaths, architecture: Architecture, label: str) -> Chosen:
-    weights, source = _supernet(paths)
-    return Chosen(label, architecture, weights, False, source, CUT)
-
-
-def _supernet(paths: RunPaths) -> tuple[Weights, str]:
-    if SUPERNET in list_models(paths):
-        weights, _ = load_model(paths, SUPERNET)
-        return weights, SUPERNET
-    # Methods that search once keep their supernet only in the checkpoint.
+    """A subnet of the run's supernet, a kept model or, of methods that search once, in the checkpoint."""
+    known = list_models(paths)
+    if SUPERNET in known:
+        return Chosen(label, architecture, load_model(paths, SUPERNET)[0], False, SUPERNET, CUT)
     if as_stored(paths.checkpoint / STATE_FILE).exists():
         checkpoint = run_checkpoint(paths)
         if SUPERNET in checkpoint.groups and checkpoint.data["stage"] > 0:
-            return checkpoint.groups[SUPERNET].tensors, "checkpoint"
-    known = list_models(paths)
+            return Chosen(label, architecture, checkpoint.groups[SUPERNET].tensors, False, "checkpoint", CUT)
     if not known:
         raise ValueError(_nothing_yet(paths))
     raise ValueError(
@@ -209,15 +189,11 @@ def _searched(paths: RunPaths, world: World, label: str) -> Architecture:
     """The winner of the run's own search for a tier or a target."""
     rows = read_table(paths.root, "evaluations", run_id=paths.run_id)
     rows = rows[(rows["model"] == SEARCHED) & rows["tier"].notna()]
-    labels = [target_label(name) if "=" in name else name for name in rows["tier"]]
-    own = rows[[name == label for name in labels]]
-    if not len(own):
-        return _search_now(paths, world, label, labels)
-    return world.space.parse(str(own["architecture"].iloc[-1]))
-
-
-def _search_now(paths: RunPaths, world: World, label: str, known: Sequence[str]) -> Architecture:
-    """Searches the winner for a target that the run did not search for, which needs no training."""
+    known = [target_label(name) if "=" in name else name for name in rows["tier"]]
+    winners = rows.loc[[name == label for name in known], "architecture"]
+    if len(winners):
+        return world.space.parse(str(winners.iloc[-1]))
+    # A target that the run did not search for is searched now, which needs no training.
     measure, _, value = label.partition("=")
     if measure not in MEASURES:
         names = ", ".join(dict.fromkeys(known)) or "nothing"
@@ -226,10 +202,7 @@ def _search_now(paths: RunPaths, world: World, label: str, known: Sequence[str])
             "cut any subnet with --architecture"
         )
     targets = {measure: [float(value)]}
-    found = search_trained(trained_of(paths, world), targets.get("macs", []), targets.get("latency_s", []))
-    if not found:
+    subnets = search_trained(trained_of(paths, world), targets.get("macs", []), targets.get("latency_s", []))
+    if not subnets:
         raise ValueError(f"no subnet of run {paths.run_id} was found for {label}: choose another target")
-    return found[0].architecture
-
-
-__all__ = ["Chosen", "Wanted", "check_wanted", "choose", "target_label"]
+    return subnets[0].architecture

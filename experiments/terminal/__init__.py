@@ -1,8 +1,11 @@
 """Output that all commands share: exit codes, lines for people, tables and JSON."""
 
+import json
 import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.platform.words import printable
@@ -10,10 +13,6 @@ from fedloom.platform.words import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
-import json
-import shlex
-from collections.abc import Iterable
-from pathlib import Path
 
 OK = 0
 CONFIGURATION = 2
