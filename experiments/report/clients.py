@@ -68,9 +68,9 @@ def _block(frame: pd.DataFrame, settings: Sequence[Setting], what: str, write: W
             values = [mean_over_seeds(group, c, write) for c in ("mean", "std", "worst")]
             rows.append((setting.name, model_name(model), tier, *counts, *values))
     text = (
-        f"{what} of each model on every client's own test data; every client weighs the same. The standard deviation "
-        "is that of the clients (divided by their number). Clients without test samples are left out and counted "
-        "beside.",
+        f"{what} of each model on every client's own test data; every client has the same weight. The standard "
+        "deviation is that of the clients (divided by their number). Clients without test samples are left out and "
+        "counted in a column of their own.",
     )
     heads = (head, "model", "tier", "clients", "left out", "mean", "std", "worst")
     title = "Fairness over clients" if what.startswith("Accuracy") else "Fairness over clients: perplexity"

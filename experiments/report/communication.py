@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from fedloom.experiments.report.drawing import (
     whole_numbers,
 )
 from fedloom.experiments.report.wording import (
+    Write,
     caption_of,
     count,
     mean_over_seeds,
@@ -50,8 +51,16 @@ def communication_block(tables: Tables, settings: Sequence[Setting], labels: Lab
     stages = communication(tables)
     kinds = communication_by_kind(stages)
     rows = [row for s in settings for row in _communication_rows(s, s.rows(stages), s.rows(kinds), labels)]
+    others = any(s.kind != SILOS for s in settings)
+    left_out = ["the rand-init baseline (where there is a supernet)"] if others else []
+    left_out += ["the final evaluation", *(["personalisation gains"] if tables.rounds["stage"].eq(GAINS).any() else [])]
+    text = (
+        f"Sums over all clients that took part. The method in total is without {' and without '.join(left_out)}. "
+        f"{'A central search sends nothing. ' if others else ''}"
+        "Simulated time is that of the virtual clock, wall time that of this machine."
+    )
     heads = (setting_head(settings), "stage", "rounds", "client tasks", "down", "up", "MACs", "simulated", "wall")
-    return Block("Communication and work per stage", (_communication_text(tables, settings),), heads, tuple(rows))
+    return Block("Communication and work per stage", (text,), heads, tuple(rows))
 
 
 def _communication_rows(
@@ -72,34 +81,31 @@ def _communication_rows(
         yield (setting.name, stage_name("method"), *_work(kinds[kinds["kind"] == "method"]))
 
 
-def _communication_text(tables: Tables, settings: Sequence[Setting]) -> str:
-    others = any(s.kind != SILOS for s in settings)
-    left_out = ["the rand-init baseline (where there is a supernet)"] if others else []
-    left_out += ["the final evaluation", *(["personalisation gains"] if tables.rounds["stage"].eq(GAINS).any() else [])]
-    return (
-        f"Sums over all clients that took part. The method in total is without {' and without '.join(left_out)}. "
-        f"{'A central search sends nothing. ' if others else ''}"
-        "Simulated time is that of the virtual clock, wall time that of this machine."
-    )
+WORK: tuple[tuple[str, Write], ...] = (
+    ("rounds", count),
+    ("clients", count),
+    ("bytes_down", size),
+    ("bytes_up", size),
+    ("macs", si),
+    ("simulated_s", seconds),
+    ("wall_s", seconds),
+)
 
 
-def _work(rows: pd.DataFrame) -> Sequence[str]:
-    counts = [mean_over_seeds(rows, c, count) for c in ("rounds", "clients")]
-    sizes = [mean_over_seeds(rows, c, size) for c in ("bytes_down", "bytes_up")]
-    times = [mean_over_seeds(rows, c, seconds) for c in ("simulated_s", "wall_s")]
-    return (*counts, *sizes, mean_over_seeds(rows, "macs", si), *times)
+def _work(rows: pd.DataFrame) -> list[str]:
+    return [mean_over_seeds(rows, column, write) for column, write in WORK]
 
 
 def dry_block(tables: Tables, run_id: str, labels: Labels) -> Block:
     """The counts of a dry run, per stage and in total."""
     stages = communication(only(tables, [run_id]))
-    sums = {name: stages[name].sum() for name in ("rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s")}
+    counted = WORK[:-1]
     rows = [
-        (_stage_label(run_id, str(row["kind"]), str(row["tier"]), labels), *_counted(row))
+        (_stage_label(run_id, row["kind"], row["tier"], labels), *(write(row[column]) for column, write in counted))
         for row in stages.to_dict(orient="records")
     ]
     if len(rows) > 1:
-        rows.append(("in total", *_counted(sums)))
+        rows.append(("in total", *(write(stages[column].sum()) for column, write in counted)))
     heads = ("stage", "rounds", "client\ntasks", "\ndown", "\nup", "\nMACs", "simulated\ntime")
     return Block(f"Dry run {run_id}", ("Counted over all clients; nothing was trained.",), heads, tuple(rows), labels=1)
 
@@ -107,11 +113,6 @@ def dry_block(tables: Tables, run_id: str, labels: Labels) -> Block:
 def _stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
     """The readable name of a stage and its tier, or of the subnet that it trained alone."""
     return f"{stage_name(kind)} {labels.of(run_id, tier) if kind == ALONE else tier}".strip()
-
-
-def _counted(row: Mapping[Any, Any]) -> Sequence[str]:
-    sizes = (size(row["bytes_down"]), size(row["bytes_up"]))
-    return (f"{row['rounds']:.0f}", f"{row['clients']:.0f}", *sizes, si(row["macs"]), seconds(row["simulated_s"]))
 
 
 SIMILAR = 10.0

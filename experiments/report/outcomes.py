@@ -60,43 +60,31 @@ COLUMNS: tuple[tuple[str, str, Write], ...] = (
 """The measure, its head and its format."""
 
 TEXT = (
-    "What a setting ends with, so that methods with different models can be compared: accuracy in %, the mean over its "
-    "final models on the whole test data (a model per tier; one for all; over the silos where each has its own), and "
-    "the worst of them; the mean on validation data; on each client's own test data with its tier's model the mean "
-    "and the worst client. A model for all is measured on all clients, also those that could not run it.",
-    "Bytes are received and sent by all clients; total MACs are those of forward passes; both, and the simulated time, "
-    "are of all stages of the method. MACs of one forward pass and parameters are means over the models. "
-    f"{INTERVALS}",
+    "The final models of each setting, so that methods with different models can be compared. Accuracy in %: the mean "
+    "over the final models on all test data (one model per tier, one for all clients, or one per silo) and the worst "
+    "model; the mean on validation data; and, on each client's own test data with its tier's model, the mean over "
+    "clients and the worst client. One model for all is measured on all clients, including those that could not run "
+    "it.",
+    "Bytes are those that all clients received and sent; total MACs are those of forward passes; both, and the "
+    "simulated time, cover all stages of the method. MACs of one forward pass and parameters are means over the "
+    f"models. {INTERVALS}",
 )
 
 
 def outcomes_block(groups: Groups, heads: tuple[str, ...]) -> Block:
     """A row per setting, without the columns that no setting has; `heads` are those of the labels."""
-    known = [(labels, rows) for labels, every in groups if len(rows := evaluated(every))]
-    shown = [column for column in COLUMNS if any(rows[column[0]].notna().any() for _, rows in known)]
-    cells = [
-        (
-            *labels,
-            _models(own),
-            str(own["seeds"].nunique()),
-            *(mean_over_seeds(own, measure, write) for measure, _, write in shown),
-        )
-        for labels, own in known
-    ]
+    evaluated = [(labels, known) for labels, rows in groups if len(known := rows.dropna(subset=["model"]))]
+    shown = [column for column in COLUMNS if any(rows[column[0]].notna().any() for _, rows in evaluated)]
+    cells = []
+    for labels, rows in evaluated:
+        # There are several names where a seed's search found nothing.
+        name = " or ".join(dict.fromkeys(model_name(str(name)) for name in rows["final_model"]))
+        most = int(rows["models"].max())
+        values = (mean_over_seeds(rows, measure, write) for measure, _, write in shown)
+        models = name if most == 1 else f"{most} × {name}"
+        cells.append((*labels, models, str(rows["seeds"].nunique()), *values))
     names = (*heads, "models", "n", *(head for _, head, _ in shown))
     return Block("What each setting ends with", TEXT, names, tuple(cells), labels=len(heads) + 1)
-
-
-def evaluated(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of runs that were evaluated: the others' costs are those of a part of the work."""
-    return rows[rows["model"].notna()]
-
-
-def _models(rows: pd.DataFrame) -> str:
-    """The final model's name (names, where a seed's search found nothing), with their number if there are several."""
-    names = dict.fromkeys(model_name(str(name)) for name in rows["final_model"])
-    name, most = " or ".join(names), int(rows["models"].max())
-    return name if most == 1 else f"{most} × {name}"
 
 
 COSTS = (
@@ -137,18 +125,18 @@ def outcomes_figure(groups: Groups) -> Figure | None:
 
 def _means(groups: Groups) -> pd.DataFrame:
     """A row per evaluated setting: name, colour, marker, accuracy (metric, mean) with its interval, and the costs."""
-    found: list[dict[str, Any]] = []
+    means: list[dict[str, Any]] = []
     # Seven colours and ten markers have no common divisor: no two of seventy settings look alike.
     for (labels, every), colour, marker in zip(groups, cycle(SERIES), cycle(MARKERS), strict=False):
-        rows = evaluated(every)
-        known = estimate_by_seed(rows[METRIC], rows["seeds"])
-        if known is None:
+        rows = every.dropna(subset=["model"])  # the costs of the others are those of a part of the work
+        accuracy = estimate_by_seed(rows[METRIC], rows["seeds"])
+        if accuracy is None:
             continue
-        looks = {"name": ", ".join(labels), "colour": colour, "marker": marker}
+        look = {"name": ", ".join(labels), "colour": colour, "marker": marker}
         costs = {measure: by_seed(rows, [measure])[measure].mean() for measure, _, _ in COSTS}
-        found.append({**looks, "metric": known.mean, **vars(known), **costs})
+        means.append({**look, "metric": accuracy.mean, **vars(accuracy), **costs})
     columns = ["name", "colour", "marker", "metric", "mean", "half_width", "values", *(c[0] for c in COSTS)]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(means, columns=columns)
 
 
 def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str) -> None:
@@ -173,10 +161,9 @@ def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str)
 
 FRONTS = (
     "Accuracy against what it costs",
-    "A point per setting: the mean test accuracy of its final models against the bytes that all clients received and "
-    "sent, the MACs of forward passes and the simulated time, all of the method's own stages. The "
-    "line joins the settings that no other beats in both. "
-    f"{BARS}",
+    "One point per setting: the mean test accuracy of its final models against the bytes that all clients received and "
+    "sent, the MACs of forward passes and the simulated time, over all of the method's own stages. The line joins the "
+    f"settings that no other beats in both. {BARS}",
 )
 """Title and caption."""
 

@@ -64,6 +64,7 @@ from fedloom.experiments.report.wording import (
     percent,
     points,
     seconds,
+    sentence,
     si,
     size,
     with_interval,
@@ -139,18 +140,18 @@ def _text(summaries: Sequence[SiloSummary], shown: set[str]) -> tuple[str, ...]:
             "that of the silos (divided by their number)."
         )
     notes = {
-        "best_accuracy": "best round: the highest mean test accuracy of the rounds measured, as papers report it. Test "
-        "data have chosen that round, so that it is too high; nothing is trained, searched or chosen by it.",
-        "global_accuracy": "before pers.: the shared model's mean accuracy.",
-        "gain": "arch. gain: mean over silos of g, by which a silo's architecture beats the others' on its own data.",
-        "parameters": "params: of a silo's model, mean.",
-        "macs": "MACs: of a silo's model, one forward pass of one sample, mean.",
-        "peak_memory_bytes": "peak memory: the most of any silo in training.",
-        "bytes_per_round": "bytes per round: both ways, per silo.",
-        "wall_s": "wall time: all training rounds, on the machine that computed them.",
+        "best_accuracy": "best round: the highest mean test accuracy of the rounds measured, as papers report it (too "
+        "high, as test data chose that round; nothing is trained, searched or chosen by it)",
+        "global_accuracy": "before pers.: the shared model's mean accuracy",
+        "gain": "arch. gain: mean over silos of g, by which a silo's architecture beats the others' on its own data",
+        "parameters": "params: mean over the silos' models",
+        "macs": "MACs: of one forward pass of one sample, mean over the silos' models",
+        "peak_memory_bytes": "peak memory: the largest of any silo in training",
+        "bytes_per_round": "bytes per round: both ways, per silo",
+        "wall_s": "wall time: all training rounds, on the machine that computed them",
     }
-    explained = " ".join(note for key, note in notes.items() if key in shown)
-    return (*text, explained[:1].upper() + explained[1:]) if explained else tuple(text)
+    explained = "; ".join(note for key, note in notes.items() if key in shown)
+    return (*text, sentence(explained)) if explained else tuple(text)
 
 
 def run_block(run: Tables) -> Block:

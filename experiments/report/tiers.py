@@ -18,8 +18,8 @@ from fedloom.experiments.analysis.tables import (
     Bounds,
     Tables,
     configuration,
-    kind_of,
     natural,
+    runs_of_kind,
     shown_models,
 )
 from fedloom.experiments.analysis.tiers import per_tier, tiers_of, with_perplexity
@@ -133,7 +133,26 @@ def columns_of(summary: Summary) -> list[Column]:
         Column("MACs", "MACs", "macs", si),
         Column("parameters", "params", "parameters", si),
     ]
-    measured = _by_perplexity(keys) if is_text(keys) else _by_accuracy(keys)
+    tau = Column("Kendall tau", "Kendall\ntau", "kendall_tau", two_digits)
+    narrow = {"mean": "client\nmean", "std": "\nstd", "worst": "\nworst"}
+    if is_text(keys):
+        last, write = _last_clients(keys), two_digits
+        measured = [
+            Column("search, validation perplexity", "search", "search_perplexity", write),
+            *(Column(f"{name}, test perplexity", _narrow(name), f"perplexity_{m}", write) for m, name in _tested(keys)),
+            Column("gain over rand-init", "gain", "perplexity_gain", lambda value: f"{float(value):+.2f}"),
+            tau,
+            *(Column(f"clients' perplexity, {w}", narrow[w], f"clients_{last}_{w}", write) for w in FAIRNESS),
+        ]
+    else:
+        last = last_measured(keys)
+        measured = [
+            Column("search, validation %", "search", "search_metric", percent),
+            *(Column(f"{name}, test %", _narrow(name), f"test_{m}", percent) for m, name in _tested(keys)),
+            Column("gain over rand-init", "gain", "gain", points),
+            tau,
+            *(Column(f"clients' test %, {w}", narrow[w], f"{last}_{w}", percent) for w in FAIRNESS),
+        ]
     return [c for c in (*costs, *measured) if c.key in keys]
 
 
@@ -146,38 +165,10 @@ def is_text(keys: Iterable[str]) -> bool:
     return any(key.startswith("perplexity_") for key in keys)
 
 
-_HEADS = {"mean": "client\nmean", "std": "\nstd", "worst": "\nworst"}
-
-
-def _by_accuracy(keys: set[str]) -> list[Column]:
-    last = last_measured(keys)
-    return [
-        Column("search, validation %", "search", "search_metric", percent),
-        *(Column(f"{model_name(m)}, test %", _narrow(model_name(m)), f"test_{m}", percent) for m in _tested(keys)),
-        Column("gain over rand-init", "gain", "gain", points),
-        _tau(),
-        *(Column(f"clients' test %, {what}", _HEADS[what], f"{last}_{what}", percent) for what in FAIRNESS),
-    ]
-
-
-def _by_perplexity(keys: set[str]) -> list[Column]:
-    last, write = _last_clients(keys), two_digits
-    tested = [(f"perplexity_{m}", model_name(m)) for m in _tested(keys)]
-    return [
-        Column("search, validation perplexity", "search", "search_perplexity", write),
-        *(Column(f"{name}, test perplexity", _narrow(name), key, write) for key, name in tested),
-        Column("gain over rand-init", "gain", "perplexity_gain", _signed),
-        _tau(),
-        *(Column(f"clients' perplexity, {w}", _HEADS[w], f"clients_{last}_{w}", write) for w in FAIRNESS),
-    ]
-
-
-def _tau() -> Column:
-    return Column("Kendall tau", "Kendall\ntau", "kendall_tau", two_digits)
-
-
-def _tested(keys: Iterable[str]) -> list[str]:
-    return shown_models([key.removeprefix("test_") for key in keys if key.startswith("test_")])
+def _tested(keys: Iterable[str]) -> list[tuple[str, str]]:
+    """The models that were tested, with their readable names."""
+    models = shown_models([key.removeprefix("test_") for key in keys if key.startswith("test_")])
+    return [(model, model_name(model)) for model in models]
 
 
 def _last_clients(keys: Iterable[str]) -> str:
@@ -193,10 +184,6 @@ def last_measured(keys: Iterable[str]) -> str:
 
 def _narrow(name: str) -> str:
     return name.replace("supernet", "super").replace(" ", "\n", 1).replace("-", "-\n", 1)
-
-
-def _signed(value: Any) -> str:
-    return ABSENT if is_absent(value) else f"{float(value):+.2f}"
 
 
 def cell(column: Column, tier: TierSummary) -> str:
@@ -220,7 +207,7 @@ def legend(summary: Summary) -> tuple[str, ...]:
     quality, lines = "perplexity" if text else "accuracy in %", []
     if "search_metric" in keys:
         lines.append(f"search: validation {quality}, with the supernet's weights")
-    if tested := [model_name(m) for m in _tested(keys)]:
+    if tested := [name for _, name in _tested(keys)]:
         lines.append(f"{', '.join(tested)}: {quality} on the whole test set")
     if "gain" in keys:
         difference = "rand-init less fine-tuned" if text else "fine-tuned less rand-init, in percentage points"
@@ -234,9 +221,17 @@ def tier_block(summary: Summary, tables: Tables) -> Block:
     """One row per tier with its architecture in words, for the page."""
     columns = columns_of(summary)
     heads = ("tier", "architecture", *(c.head for c in columns))
-    rows = tuple((t.tier, _architecture(t, summary, tables), *(cell(c, t) for c in columns)) for t in summary.tiers)
+    rows = []
+    for tier in summary.tiers:
+        architecture = tier.architecture
+        if architecture is not None:
+            words = decoded(tables, summary.setting.run_ids[0], architecture)
+            architecture = words if words == architecture else f"{words} ({architecture})"
+        elif tier.values.get("macs") is not None and len(summary.setting.run_ids) > 1:
+            architecture = "differs"
+        rows.append((tier.tier, architecture or ABSENT, *(cell(c, tier) for c in columns)))
     texts = (over_runs(summary.setting), *tasks_text(summary.setting))
-    return Block(f"Tiers: {summary.setting.name}", tuple(map(sentence, texts)), heads, rows)
+    return Block(f"Tiers: {summary.setting.name}", tuple(map(sentence, texts)), heads, tuple(rows))
 
 
 def narrow_tier_block(summary: Summary) -> Block:
@@ -245,14 +240,6 @@ def narrow_tier_block(summary: Summary) -> Block:
     heads = ("tier", *(c.short for c in columns))
     rows = tuple((t.tier, *(cell(c, t) for c in columns)) for t in summary.tiers)
     return Block(f"{summary.setting.name}: {over_runs(summary.setting)}", legend(summary), heads, rows, labels=1)
-
-
-def _architecture(tier: TierSummary, summary: Summary, tables: Tables) -> str:
-    if tier.architecture is not None:
-        words = decoded(tables, summary.setting.run_ids[0], tier.architecture)
-        return words if words == tier.architecture else f"{words} ({tier.architecture})"
-    known = tier.values.get("macs") is not None and len(summary.setting.run_ids) > 1
-    return "differs" if known else ABSENT
 
 
 def pareto_figure(
@@ -345,8 +332,8 @@ def missing_of_tiers(run: Tables, tested: pd.DataFrame, state: str) -> list[str]
     elif "rand_init" in method and "rand_init" not in set(tested["model"]):
         lines.append("the rand-init baseline was not evaluated")
     if state == "done" and "search" in method:
-        chosen = set(run.models["tier"]) | set(run.candidates["tier"])
-        empty = [t for t in tiers_of(run, run_id) if t not in chosen]
+        searched = {*run.models["tier"], *run.candidates["tier"]}
+        empty = [tier for tier in tiers_of(run, run_id) if tier not in searched]
         lines += [f"{', '.join(empty)}: no model of the space lies within the bounds"] if empty else []
     return lines
 
@@ -354,7 +341,7 @@ def missing_of_tiers(run: Tables, tested: pd.DataFrame, state: str) -> list[str]
 def unknown_bounds(tables: Tables, bounds: Bounds) -> list[str]:
     """A sentence on the runs that did not record the bounds of their tiers."""
     known = {run_id for run_id, _ in bounds}
-    with_tiers = [p.run_id for p in tables.paths if kind_of(tables, p.run_id) == TIERS]  # others have no bounds
+    with_tiers = runs_of_kind(tables, TIERS)  # others have no bounds
     unknown = [run_id for run_id in with_tiers if run_id not in known and configuration(tables, run_id)]
     if not unknown:
         return []

@@ -123,7 +123,7 @@ MODEL_NAMES = {
 REPEATED = "a repeated seed counts once, with its mean"
 INTERVALS = "Means ± 95 % intervals (Student's t) over seeds; of one or two seeds the values, which give no interval."
 
-BARS = "Bars are 95 % intervals (Student's t) over seeds; one or two seeds are a dash each."
+BARS = "Error bars are 95 % intervals (Student's t) over seeds; of one or two seeds each value is a dash."
 """What figures draw with `with_bars`."""
 
 

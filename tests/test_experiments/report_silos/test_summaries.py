@@ -42,7 +42,7 @@ def test_the_best_round_on_test_data_stands_beside_the_last_and_says_what_it_is(
         "the first of equal rounds, and none that misses a silo"
     )
     text = " ".join(silos.summary(["r1"]).split())
-    assert "Test data have chosen that round, so that it is too high" in text
+    assert "too high, as test data chose that round" in text
 
 
 def test_seeds_are_one_setting_with_intervals_and_methods_are_rows_of_one_table(silos: Any) -> None:
