@@ -38,6 +38,12 @@ class Member:
     about: About | None = None
     """None until the actor has answered."""
 
+    @property
+    def answered(self) -> About:
+        """What an actor that is up has answered."""
+        assert self.about is not None, "only actors that have answered are given work"
+        return self.about
+
 
 class ActorSet:
     """Starts actors, tracks which can be given work, and replaces those that are lost.
@@ -150,12 +156,12 @@ class ActorSet:
         self.members.remove(member)
 
 
-def check(about: About, own: str, plugins: Sequence[str]) -> None:
-    """Raises RunFailedError unless the actor runs the server's source (hash `own`) and has the data."""
-    if about.source_hash != own:
+def check(about: About, source: str, plugins: Sequence[str]) -> None:
+    """Raises RunFailedError unless the actor runs the server's source (hash `source`) and has the data."""
+    if about.source_hash != source:
         named = f" and {', '.join(plugins)}" if plugins else ""
         raise RunFailedError(
-            f"node {about.node} runs fedloom source {about.source_hash}, the server {own}: install the same "
+            f"node {about.node} runs fedloom source {about.source_hash}, the server {source}: install the same "
             f"version of fedloom{named} on every node"
         )
     if about.missing_data:

@@ -29,12 +29,11 @@ def check_listening(address: str, timeout_s: float = 5.0) -> None:
 
     Other addresses (`local`, names without a port) are left to Ray.
     """
-    place = _host_and_port(address)
-    if place is None:
+    host_and_port = _host_and_port(address)
+    if host_and_port is None:
         return
-    host, port = place
     try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
+        socket.create_connection(host_and_port, timeout=timeout_s).close()
     except OSError as error:
         cause = error.strerror or f"no answer within {timeout_s:g} s"
         raise ConnectionError(
@@ -66,15 +65,15 @@ def stay_on_loopback(address: str) -> None:
     Must be called before Ray is imported: without the switch Ray looks for a cluster of the loopback interface on the
     network, silently and for minutes.
     """
-    found = resolve_address(address)
-    if found == "local" or _is_on_loopback_only(found):
+    resolved = resolve_address(address)
+    if resolved == "local" or _is_on_loopback_only(resolved):
         os.environ.setdefault(LOOPBACK_SWITCH, "0")
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
     try:
-        place = urlsplit(address if "://" in address else f"ray://{address}")
-        return None if place.hostname is None or place.port is None else (place.hostname, place.port)
+        url = urlsplit(address if "://" in address else f"ray://{address}")
+        return None if url.hostname is None or url.port is None else (url.hostname, url.port)
     except ValueError:
         return None
 
@@ -82,8 +81,8 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 def _is_on_loopback_only(address: str) -> bool:
     """Whether the port is open on the loopback interface, and closed on the network's."""
     host, port = _host_and_port(address) or ("", 0)
-    own = _network_address()
-    return _is_loopback(host) and _answers(host, port) and (own is None or not _answers(own, port))
+    on_network = _network_address()
+    return _is_loopback(host) and _answers(host, port) and (on_network is None or not _answers(on_network, port))
 
 
 def _is_loopback(host: str) -> bool:
@@ -100,8 +99,8 @@ def _network_address() -> str | None:
             probe.connect(("192.0.2.1", 9))
         except OSError:
             return None
-        own = str(probe.getsockname()[0])
-    return None if _is_loopback(own) else own
+        host = str(probe.getsockname()[0])
+    return None if _is_loopback(host) else host
 
 
 def _answers(host: str, port: int, timeout_s: float = 2.0) -> bool:

@@ -7,7 +7,9 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
 import ray
 from ray._private import worker as ray_worker
 
@@ -60,7 +62,17 @@ def _connection(config: RayConfig) -> Iterator[None]:
     try:
         if address == "local":
             with watched(records_folder()):
-                _start_own(config)
+                ray.init(
+                    address="local",
+                    num_cpus=config.num_cpus if config.num_cpus is not None else usable_cpus(),
+                    num_gpus=config.num_gpus,
+                    object_store_memory=config.object_store_memory_bytes or free_memory_bytes() // 5,
+                    include_dashboard=config.dashboard,
+                    dashboard_host="127.0.0.1",
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _system_config={"preload_python_modules": PRELOADED},
+                )
         else:
             with _held_stderr() as noise:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -98,20 +110,6 @@ def _held_stderr() -> Iterator[list[str]]:
         screen.write(said[0].encode())
 
 
-def _start_own(config: RayConfig) -> None:
-    ray.init(
-        address="local",
-        num_cpus=config.num_cpus if config.num_cpus is not None else usable_cpus(),
-        num_gpus=config.num_gpus,
-        object_store_memory=config.object_store_memory_bytes or free_memory_bytes() // 5,
-        include_dashboard=config.dashboard,
-        dashboard_host="127.0.0.1",
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _system_config={"preload_python_modules": PRELOADED},
-    )
-
-
 def usable_cpus() -> int:
     """CPUs that this process may use: the smaller of its CPU affinity and SLURM_CPUS_PER_TASK."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -120,23 +118,10 @@ def usable_cpus() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Free memory of this machine or the limit of its container, whichever is smaller; 4 GB if neither is known."""
-    limits = [_number(path, scale) for path, scale in MEMORY_FILES]
-    return min((limit for limit in limits if limit is not None), default=4_000_000_000)
-
-
-MEMORY_FILES = (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1))
-
-
-def _number(path: str, scale: int) -> int | None:
-    try:
-        with open(path) as file:
-            text = file.read()
-    except OSError:
-        return None
-    available = next((line for line in text.splitlines() if line.startswith("MemAvailable")), text)
-    digits = "".join(c for c in available if c.isdigit())
-    return int(digits) * scale if digits else None
+    """Free memory of this machine or the limit of its container, whichever is smaller."""
+    free_bytes, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
+    limit_bytes = limit.read_text().strip() if limit.is_file() else "max"
+    return min(free_bytes, int(limit_bytes)) if limit_bytes.isdigit() else int(free_bytes)
 
 
 def _hint(address: str, text: str) -> str:

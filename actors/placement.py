@@ -1,14 +1,16 @@
-"""Plans the client actors of a run: their number, their CPUs and GPU share, and the tiers they serve."""
+"""Plans the client actors of a run: their number, CPUs, share of a GPU, and tiers; and waits for these resources."""
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util import get_current_placement_group
 
 from fedloom.platform.federation.config import ExecutorConfig
+from fedloom.platform.federation.world import World
 from fedloom.tiers.tier import Tier
 
 
@@ -56,7 +58,13 @@ def plan_groups(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mappin
     fitting = math.floor(cpus / num_cpus + ROUNDING)
     wanted = config.actors if config.actors is not None else fitting
     if config.resident:
-        return [_one_size(max(1, wanted), num_cpus, max(t.num_gpus for t in tiers), gpus)]
+        num_gpus = max(t.num_gpus for t in tiers)
+        if num_gpus > gpus + ROUNDING:
+            raise ValueError(
+                f"a client actor needs {num_gpus:g} GPUs, the cluster has {gpus:g} free: lower tiers.num_gpus or give "
+                "Ray more GPUs (ray.num_gpus)"
+            )
+        return [ActorGroup("clients", max(1, wanted), num_cpus, num_gpus)]
     if all(t.num_gpus == 0 for t in tiers):
         if wanted < 1 or wanted > fitting:
             raise ValueError(
@@ -66,6 +74,26 @@ def plan_groups(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mappin
         return [ActorGroup("clients", wanted, num_cpus, 0.0)]
     counts = _grow(tiers, cpus, gpus)
     return [ActorGroup(t.name, n, t.num_cpus, t.num_gpus, (t.name,)) for t, n in zip(tiers, counts, strict=True)]
+
+
+def _grow(tiers: Sequence[Tier], cpus: float, gpus: float) -> list[int]:
+    counts = [1] * len(tiers)
+    cpus -= sum(t.num_cpus for t in tiers)
+    gpus -= sum(t.num_gpus for t in tiers)
+    if cpus < -ROUNDING or gpus < -ROUNDING:
+        raise ValueError(
+            f"one client actor per tier needs {sum(t.num_cpus for t in tiers):g} CPUs and "
+            f"{sum(t.num_gpus for t in tiers):g} GPUs, {max(0.0, -cpus):g} CPUs and {max(0.0, -gpus):g} GPUs are "
+            "missing: lower tiers.num_cpus or tiers.num_gpus"
+        )
+    grown = True
+    while grown:
+        grown = False
+        for i, tier in enumerate(tiers):
+            if tier.num_cpus <= cpus + ROUNDING and tier.num_gpus <= gpus + ROUNDING:
+                counts[i] += 1
+                cpus, gpus, grown = cpus - tier.num_cpus, gpus - tier.num_gpus, True
+    return counts
 
 
 CPU_UNIT = 1e-4
@@ -101,7 +129,9 @@ def bundles_of(groups: Sequence[ActorGroup], resident: int | None = None) -> lis
     the number of clients if each has its own actor; one more bundle is for the server's data.
     """
     counts = [group.actors if resident is None else resident + 1 for group in groups]
-    return [dict(_needs(group)) for group, count in zip(groups, counts, strict=True) for _ in range(count)]
+    needs = ((("CPU", group.num_cpus), ("GPU", group.num_gpus)) for group in groups)
+    bundles = [{name: amount for name, amount in need if amount} for need in needs]
+    return [dict(bundle) for bundle, count in zip(bundles, counts, strict=True) for _ in range(count)]
 
 
 def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -148,34 +178,58 @@ def nodes_to_fill() -> int:
     return max(1, len(with_cpus))
 
 
-def _needs(group: ActorGroup) -> dict[str, float]:
-    return {name: amount for name, amount in (("CPU", group.num_cpus), ("GPU", group.num_gpus)) if amount}
+# -- waiting for other runs -------------------------------------------------------------------------------------------
+
+Resources = Mapping[str, float]
+T = TypeVar("T")
+
+POLL_S = 1.0
 
 
-def _one_size(actors: int, num_cpus: float, num_gpus: float, gpus: float) -> ActorGroup:
-    if num_gpus > gpus + ROUNDING:
-        raise ValueError(
-            f"a client actor needs {num_gpus:g} GPUs, the cluster has {gpus:g} free: lower tiers.num_gpus or give "
-            "Ray more GPUs (ray.num_gpus)"
-        )
-    return ActorGroup("clients", actors, num_cpus, num_gpus)
+def groups_in_line(world: World, tell: Callable[[str], None]) -> list[ActorGroup]:
+    """The actor groups of a run, as soon as they fit besides what else is on the cluster, for up to `ray.wait_s`.
+
+    Raises ValueError under the conditions of `wait_for_room` and `groups_of_run`.
+    """
+
+    def plan(resources: Resources) -> list[ActorGroup]:
+        return groups_of_run(world.config.executor, world.tiers, resources, world.num_clients, nodes_to_fill())
+
+    return wait_for_room(plan, free_resources, whole_resources, world.config.ray.wait_s, tell)
 
 
-def _grow(tiers: Sequence[Tier], cpus: float, gpus: float) -> list[int]:
-    counts = [1] * len(tiers)
-    cpus -= sum(t.num_cpus for t in tiers)
-    gpus -= sum(t.num_gpus for t in tiers)
-    if cpus < -ROUNDING or gpus < -ROUNDING:
-        raise ValueError(
-            f"one client actor per tier needs {sum(t.num_cpus for t in tiers):g} CPUs and "
-            f"{sum(t.num_gpus for t in tiers):g} GPUs, {max(0.0, -cpus):g} CPUs and {max(0.0, -gpus):g} GPUs are "
-            "missing: lower tiers.num_cpus or tiers.num_gpus"
-        )
-    grown = True
-    while grown:
-        grown = False
-        for i, tier in enumerate(tiers):
-            if tier.num_cpus <= cpus + ROUNDING and tier.num_gpus <= gpus + ROUNDING:
-                counts[i] += 1
-                cpus, gpus, grown = cpus - tier.num_cpus, gpus - tier.num_gpus, True
-    return counts
+def wait_for_room(
+    plan: Callable[[Resources], T],
+    free: Callable[[], Resources],
+    whole: Callable[[], Resources],
+    wait_s: float,
+    tell: Callable[[str], None],
+) -> T:
+    """What `plan` makes of the free resources, as soon as they suffice, with word to `tell` if that is not at once.
+
+    Raises the ValueError of `plan` at once if not even the whole cluster suffices, and after `wait_s` one that says
+    what helps then.
+    """
+    resources = free()
+    try:
+        return plan(resources)
+    except ValueError:
+        plan(whole())  # raises, if waiting would be in vain
+    tell(f"waiting for other runs on this cluster: {_said(resources, whole())}; for up to {wait_s:g} s (ray.wait_s)")
+    end_s = time.monotonic() + wait_s
+    while (now_s := time.monotonic()) < end_s:
+        time.sleep(min(POLL_S, end_s - now_s))
+        resources = free()
+        try:
+            return plan(resources)
+        except ValueError:
+            continue
+    raise ValueError(
+        f"other runs hold this cluster: {_said(resources, whole())} after {wait_s:g} s; start this run when one has "
+        "ended, wait longer (ray.wait_s=3600), or start a cluster of its own (ray.address=local)"
+    )
+
+
+def _said(free: Resources, whole: Resources) -> str:
+    names = [name for name in ("CPU", "GPU") if whole.get(name, 0.0) > 0]
+    return " and ".join(f"{free.get(name, 0.0):g} of {whole[name]:g} {name}s are free" for name in names)

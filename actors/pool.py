@@ -11,17 +11,20 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from fedloom.actors.actor_set import ActorSet, Member, cause_of
-from fedloom.actors.client import About
+from fedloom.actors.client import accept_shared_memory, to_arrays, unpack
 from fedloom.actors.placement import ActorGroup
-from fedloom.actors.wire import accept_shared_memory, to_arrays, unpack
 from fedloom.platform.clients.assignments import Assignment, ClientResult
-from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, nothing_done
-from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.execution import (
+    SLOW_S,
+    Chunk,
+    ChunkResult,
+    SharedWeights,
+    at_work_for,
+    named_client,
+    nothing_done,
+)
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.federation.loop import RunFailedError
-from fedloom.platform.spaces.slices import architecture_id
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +46,6 @@ Long enough for an actor to import torch and to wait for free CPUs or for a node
 STACK_TIME_FACTOR = 2
 """A stack of clients may take so many times as long as one client: it is one training, with vectorised steps."""
 
-SLOW_S = 300.0
-"""Seconds after which a client at work is first named in the log, or half of its time limit if that is less."""
-
 STACK_TIMED_OUT = "its stack exceeded the time limit"
 
 RESIDENT = "resident"
@@ -56,22 +56,13 @@ LAST_JOBS = 4
 
 @dataclass
 class Job:
-    """A chunk in execution: its index in the plan, its attempts, and the clients in it that ran or may run too long."""
+    """A chunk that an actor has to run: its index in the plan, its attempts, and what came of earlier ones."""
 
     index: int
     chunk: Chunk
     attempts: int = 0
     timed_out: dict[int, ClientResult] = field(default_factory=dict)
     """Results of the clients that ran too long, by index in the chunk."""
-    member: Member | None = None
-    position: int = 0
-    """Index in `left` of the running client, as last reported by the actor."""
-    at_work_since_s: float = 0.0
-    """Start of that client on the monotonic clock, as last reported."""
-    looked_s: float = 0.0
-    """Time of the last request for the position, on the monotonic clock."""
-    named_after_s: float = 0.0
-    """How long that client had been at work when the log last named it; 0 if it has not."""
     nodes: set[str] = field(default_factory=set)
     """Ids of the nodes on which actors ended during this job."""
     fallback: str | None = None
@@ -82,17 +73,77 @@ class Job:
         """Indices in the chunk of the clients that have not timed out."""
         return [i for i in range(len(self.chunk.assignments)) if i not in self.timed_out]
 
+    @property
+    def stack(self) -> int:
+        """The largest number of clients that may be trained as one batch."""
+        return min(self.chunk.stack, len(self.left))
+
     def time_limit_s(self, client_timeout_s: float) -> float:
         """The time limit of what the actor trains at once: one client, or several as a stack."""
-        return client_timeout_s * (STACK_TIME_FACTOR if self.chunk.stack > 1 and len(self.left) > 1 else 1)
+        return client_timeout_s * (STACK_TIME_FACTOR if self.stack > 1 else 1)
+
+    def finished(self, result: ChunkResult) -> ChunkResult:
+        """The result with those of timed-out clients inserted, in plan order, and the `fallback` of those trained."""
+        rest = iter(result.client_results)
+        indices = range(len(self.chunk.assignments))
+        results = [self.timed_out[i] if i in self.timed_out else next(rest) for i in indices]
+        if self.fallback is not None:
+            results = [r if r.status == "dropped" else replace(r, fallback=self.fallback) for r in results]
+        return ChunkResult(result.sums, results)
+
+    def failed(self, error: str, node: str = "") -> ChunkResult:
+        """The result of a job that no actor finished: all clients failed, except those that had timed out."""
+        lost = [lost_client(self.chunk.assignments[i], "failed", error, node) for i in self.left]
+        return self.finished(ChunkResult(client_results=lost))
 
 
-Waiting = dict[str, deque[Job]]
-"""Jobs that have not started, by group, in the order in which they start."""
-Running = dict[Any, Job]
-"""Running jobs, by the reference of their result."""
-Finished = dict[int, ChunkResult]
-"""Results that have not been yielded, by index in the plan."""
+def lost_client(assignment: Assignment, status: str, error: str, node: str) -> ClientResult:
+    """The result of a client whose actor gave none."""
+    return nothing_done(
+        status,
+        error,
+        client_id=assignment.client_id,
+        tier=assignment.tier,
+        selection_probability=assignment.selection_probability,
+        selection_reason=assignment.selection_reason,
+        node=node,
+    )
+
+
+@dataclass
+class Attempt:
+    """A job on an actor, and which of its clients is at work there."""
+
+    job: Job
+    member: Member
+    since_s: float
+    """Start of that client on the monotonic clock, as last reported."""
+    looked_s: float
+    """Time of the last request for the position, on the monotonic clock."""
+    position: int = 0
+    """Index in `job.left` of that client, as last reported by the actor."""
+    named_after_s: float = 0.0
+    """How long that client had been at work when the log last named it; 0 if it has not."""
+
+    @property
+    def index(self) -> int:
+        """Index in the chunk of the client at work."""
+        return self.job.left[self.position]
+
+
+@dataclass
+class Work:
+    """One call of `ActorPool.run`: the shared weights, and the jobs that wait, run and have finished.
+
+    `waiting` holds the jobs of every group in the order in which they start, `running` is by the reference of the
+    result, `finished` has the results that have not been yielded, by index in the plan.
+    """
+
+    weights: Any
+    version: str
+    waiting: dict[str, deque[Job]]
+    running: dict[Any, Attempt] = field(default_factory=dict)
+    finished: dict[int, ChunkResult] = field(default_factory=dict)
 
 
 def in_balance(jobs: Sequence[Job], actors: int) -> deque[Job]:
@@ -162,26 +213,30 @@ class ActorPool:
         jobs: dict[str, list[Job]] = {}
         for index, chunk in enumerate(chunks):
             jobs.setdefault(self._group_of(chunk), []).append(Job(index, chunk))
-        waiting: Waiting = {name: in_balance(own, self.groups[name].actors) for name, own in jobs.items()}
-        running: Running = {}
+        waiting = {name: in_balance(of_group, self.groups[name].actors) for name, of_group in jobs.items()}
+        work = Work(reference, weights.version, waiting)
         self._down_since_s.clear()
         self._await_starts(timeout_s=0.0)
-        self._dispatch(waiting, running, reference, weights.version)
-        return self._results(len(chunks), waiting, running, reference, weights.version)
+        self._dispatch(work)
+        return self._results(work, len(chunks))
 
-    def _results(
-        self, num_chunks: int, waiting: Waiting, running: Running, reference: Any, version: str
-    ) -> Iterator[ChunkResult]:
-        finished: Finished = {}
+    def _results(self, work: Work, num_chunks: int) -> Iterator[ChunkResult]:
         for index in range(num_chunks):
-            while index not in finished:
-                self._dispatch(waiting, running, reference, version)
-                if running:
-                    self._collect(waiting, running, finished)
+            while index not in work.finished:
+                self._dispatch(work)
+                if work.running:
+                    self._collect(work)
                 else:
                     self._await_starts(timeout_s=min(POLL_S, START_TIMEOUT_S))
-                self._give_up_groups(waiting, finished)
-            yield finished.pop(index)
+                self._give_up_groups(work)
+            yield work.finished.pop(index)
+
+    def close(self) -> None:
+        """Ends all actors."""
+        self.actors.close()
+        self._shared = None
+
+    # -- starting jobs and actors -------------------------------------------------------------------------------------
 
     def _share(self, weights: SharedWeights) -> Any:
         """The weights' reference in the object store, kept while the version is the same, as throughout a search."""
@@ -202,17 +257,16 @@ class ActorPool:
                 return name
         return next(reversed(self.groups))
 
-    def _dispatch(self, waiting: Waiting, running: Running, weights: Any, version: str) -> None:
-        for group, jobs in waiting.items():
+    def _dispatch(self, work: Work) -> None:
+        """Gives the next jobs to idle actors."""
+        for group, jobs in work.waiting.items():
             while jobs and (member := self.actors.take(group)):
                 job = jobs.popleft()
-                job.member = member
                 job.attempts += 1
-                job.position, job.at_work_since_s = 0, time.monotonic()
-                job.looked_s = job.at_work_since_s  # who has just begun need not be asked
-                job.named_after_s = 0.0
                 chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
-                running[member.actor.run_chunk.remote(chunk, [weights], version)] = job
+                now_s = time.monotonic()
+                reference = member.actor.run_chunk.remote(chunk, [work.weights], work.version)
+                work.running[reference] = Attempt(job, member, since_s=now_s, looked_s=now_s)
 
     def _await_starts(self, timeout_s: float) -> None:
         """Waits until a starting actor answers, or until the timeout."""
@@ -227,37 +281,38 @@ class ActorPool:
         for answer in ready:
             self.actors.take_answer(answer)
 
-    def _collect(self, waiting: Waiting, running: Running, finished: Finished) -> None:
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _collect(self, work: Work) -> None:
         """Waits for a job to finish, an actor to start or a client to time out."""
         self.actors.start_due()
-        references = [*running, *self.actors.starting()]
+        references = [*work.running, *self.actors.starting()]
         ready, _ = ray.wait(references, num_returns=1, timeout=min(POLL_S, self.client_timeout_s))
         for reference in ready:
-            job = running.pop(reference, None)
-            if job is None:
+            attempt = work.running.pop(reference, None)
+            if attempt is None:
                 self.actors.take_answer(reference)
+                continue
+            try:
+                result = unpack(ray.get(reference))
+            except RayError as error:
+                self._recover(work, attempt, error)
             else:
-                self._finish(job, reference, waiting, finished)
-        for reference, job in list(running.items()):
-            if self._hangs(job):
-                del running[reference]
-                self._give_up_client(job, waiting, finished)
+                self.actors.give_back(attempt.member)
+                work.finished[attempt.job.index] = attempt.job.finished(result)
+        for reference, attempt in list(work.running.items()):
+            now_s = time.monotonic()
+            self._look(attempt, now_s)
+            if now_s - attempt.since_s >= attempt.job.time_limit_s(self.client_timeout_s):
+                del work.running[reference]
+                self._give_up_client(work, attempt)
             else:
-                self._name_if_slow(job)
+                self._name_if_slow(attempt)
 
-    def _finish(self, job: Job, reference: Any, waiting: Waiting, finished: Finished) -> None:
-        try:
-            result = unpack(ray.get(reference))
-        except RayError as error:
-            self._recover(job, error, waiting, finished)
-            return
-        self.actors.give_back(_member(job))
-        finished[job.index] = with_timed_out(result, job)
-
-    def _recover(self, job: Job, error: RayError, waiting: Waiting, finished: Finished) -> None:
-        cause = cause_of(error)
-        member = _member(job)
-        about = self._about(member)
+    def _recover(self, work: Work, attempt: Attempt, error: RayError) -> None:
+        """Repeats a job whose actor has ended, unless that was its last attempt."""
+        job, member, cause = attempt.job, attempt.member, cause_of(error)
+        about = member.answered
         who = ", ".join(named_client(a) for a in job.chunk.assignments)
         where = f"node {about.node} (pid {about.pid})"
         logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause, exc_info=error)
@@ -266,15 +321,15 @@ class ActorPool:
             job.attempts -= 1
         job.nodes.add(about.node_id)
         if job.attempts < self.actor_attempts:
-            waiting[member.group.name].appendleft(job)
+            work.waiting[member.group.name].appendleft(job)
             return
         text = f"the client actor ended {job.attempts} times while it worked on {who}; last on {where}: {cause}"
-        finished[job.index] = failed(job, text, about.place)
+        work.finished[job.index] = job.failed(text, about.place)
 
-    def _give_up_groups(self, waiting: Waiting, finished: Finished) -> None:
+    def _give_up_groups(self, work: Work) -> None:
         """Fails the waiting clients of every group that has had no actor for `START_TIMEOUT_S`."""
         now_s = time.monotonic()
-        for name, jobs in waiting.items():
+        for name, jobs in work.waiting.items():
             if not jobs or self.actors.is_up(name):
                 self._down_since_s.pop(name, None)
             elif now_s - self._down_since_s.setdefault(name, now_s) >= START_TIMEOUT_S:
@@ -282,7 +337,7 @@ class ActorPool:
                 logger.warning("%d chunks of clients fail: %s", len(jobs), text)
                 while jobs:
                     job = jobs.popleft()
-                    finished[job.index] = failed(job, text)
+                    work.finished[job.index] = job.failed(text)
 
     def _no_actor(self, group: ActorGroup) -> str:
         gpus = f" and {group.num_gpus:g} GPUs" if group.num_gpus else ""
@@ -294,117 +349,52 @@ class ActorPool:
             f"({because}): add a node or end what uses the cluster, and resume the run"
         )
 
-    def _about(self, member: Member) -> About:
-        assert member.about is not None, "only actors that have answered are given work"
-        return member.about
+    # -- clients that hang --------------------------------------------------------------------------------------------
 
-    def _hangs(self, job: Job) -> bool:
-        """Whether the job's running client has exceeded the time limit."""
-        now_s = time.monotonic()
-        limit_s = job.time_limit_s(self.client_timeout_s)
-        late = now_s - job.at_work_since_s >= limit_s
-        alone = len(job.left) == 1
-        if not late and (alone or now_s - job.looked_s < LOOK_S):
-            return False
-        job.looked_s = now_s
+    def _look(self, attempt: Attempt, now_s: float) -> None:
+        """Asks an actor which of its clients is at work, if that may have changed or the client seems to hang."""
+        late = now_s - attempt.since_s >= attempt.job.time_limit_s(self.client_timeout_s)
+        if not late and (len(attempt.job.left) == 1 or now_s - attempt.looked_s < LOOK_S):
+            return
+        attempt.looked_s = now_s
         try:
-            at: tuple[int, float] | None = ray.get(_member(job).actor.position.remote(), timeout=ANSWER_S)
+            at: tuple[int, float] | None = ray.get(attempt.member.actor.position.remote(), timeout=ANSWER_S)
         except (GetTimeoutError, RayError):
             # A dead actor is detected through its result. An actor that holds the interpreter lock counts as hanging.
-            return late
+            return
         if at is not None:
             # Measured by the actor from the start of this client, without the chunk's earlier clients.
-            if at[0] != job.position:
-                job.named_after_s = 0.0
-            job.position, job.at_work_since_s = at[0], now_s - at[1]
-        return now_s - job.at_work_since_s >= limit_s
+            if at[0] != attempt.position:
+                attempt.named_after_s = 0.0
+            attempt.position, attempt.since_s = at[0], now_s - at[1]
 
-    def _name_if_slow(self, job: Job) -> None:
+    def _name_if_slow(self, attempt: Attempt) -> None:
         """Names a client in the log that has been at work for long, and again whenever that time has doubled."""
-        limit_s, at_work_s = job.time_limit_s(self.client_timeout_s), time.monotonic() - job.at_work_since_s
-        if at_work_s < max(min(SLOW_S, limit_s / 2), 2 * job.named_after_s):
+        job, about = attempt.job, attempt.member.answered
+        limit_s, at_work_s = job.time_limit_s(self.client_timeout_s), time.monotonic() - attempt.since_s
+        if at_work_s < max(min(SLOW_S, limit_s / 2), 2 * attempt.named_after_s):
             return
-        job.named_after_s = at_work_s
-        about = self._about(_member(job))
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - at_work_s))
-        stack = min(job.chunk.stack, len(job.left))
-        logger.warning(
-            "%s has been at work for %.0f s, since %s, on node %s (pid %d)%s; the limit is %g s",
-            *(named_client(job.chunk.assignments[job.left[job.position]]), at_work_s, since, about.place, about.pid),
-            *(f", perhaps in a stack of up to {stack} clients" if stack > 1 else "", limit_s),
-        )
+        attempt.named_after_s = at_work_s
+        said = at_work_for(job.chunk.assignments[attempt.index], at_work_s)
+        stack = f", perhaps in a stack of up to {job.stack} clients" if job.stack > 1 else ""
+        logger.warning("%s, on node %s (pid %d)%s; the limit is %g s", said, about.place, about.pid, stack, limit_s)
 
-    def _give_up_client(self, job: Job, waiting: Waiting, finished: Finished) -> None:
-        left = job.left
-        if job.chunk.stack > 1 and len(left) > 1:  # one by one, who hangs is told apart
+    def _give_up_client(self, work: Work, attempt: Attempt) -> None:
+        """Replaces the actor of a client that hangs; what else is left of its chunk is repeated."""
+        job, member = attempt.job, attempt.member
+        job.attempts -= 1
+        self.actors.replace(member)
+        if job.stack > 1:  # one by one, who hangs is told apart
             limit_s = job.time_limit_s(self.client_timeout_s)
             logger.warning("a stack gave no answer within %g s; its clients are trained one by one", limit_s)
-            self.actors.replace(_member(job))
-            job.chunk, job.attempts, job.fallback = replace(job.chunk, stack=1), job.attempts - 1, STACK_TIMED_OUT
-            waiting[_member(job).group.name].appendleft(job)
-            return
-        place = left[job.position]
-        assignment = job.chunk.assignments[place]
-        member = _member(job)
-        self.actors.replace(member)
-        text = f"no answer within {self.client_timeout_s:g} s; its actor was replaced"
-        logger.warning("%s gave %s", named_client(assignment), text)
-        job.timed_out[place] = _lost(assignment, "timed_out", text, self._about(member).place)
-        job.attempts -= 1
-        if len(left) > 1:
-            waiting[member.group.name].appendleft(job)
+            job.chunk, job.fallback = replace(job.chunk, stack=1), STACK_TIMED_OUT
         else:
-            finished[job.index] = with_timed_out(ChunkResult(), job)
-
-    def close(self) -> None:
-        """Ends all actors."""
-        self.actors.close()
-        self._shared = None
-
-
-def _member(job: Job) -> Member:
-    assert job.member is not None, "a running job has an actor"
-    return job.member
-
-
-def named_client(assignment: Assignment) -> str:
-    """A client as messages name it: its tier, stage, round, and what it does, with the architecture if it has one."""
-    client = "the server's data" if assignment.client_id is None else f"client {assignment.client_id}"
-    return f"{client} ({assignment.tier}, {assignment.stage} round {assignment.round + 1}, {_what(assignment)})"
-
-
-def _what(assignment: Assignment) -> str:
-    name = type(assignment.task).__name__
-    match assignment.task:
-        case Train(network=Subnet() as subnet) | ScoreSubnet(subnet=subnet):
-            return f"{name} {architecture_id(subnet.architecture)}"
-        case _:
-            return name
-
-
-def failed(job: Job, error: str, node: str = "") -> ChunkResult:
-    """The result of a job that no actor finished: all clients failed, except those that had timed out."""
-    lost = [_lost(a, "failed", error, node) for i, a in enumerate(job.chunk.assignments) if i not in job.timed_out]
-    return with_timed_out(ChunkResult(client_results=lost), job)
-
-
-def _lost(assignment: Assignment, status: str, error: str, node: str) -> ClientResult:
-    return nothing_done(
-        status,
-        error,
-        client_id=assignment.client_id,
-        tier=assignment.tier,
-        selection_probability=assignment.selection_probability,
-        selection_reason=assignment.selection_reason,
-        node=node,
-    )
-
-
-def with_timed_out(result: ChunkResult, job: Job) -> ChunkResult:
-    """The result with those of timed-out clients inserted, in plan order, and the `fallback` of those trained."""
-    rest = iter(result.client_results)
-    places = range(len(job.chunk.assignments))
-    reports = [job.timed_out[i] if i in job.timed_out else next(rest) for i in places]
-    if job.fallback is not None:
-        reports = [r if r.status == "dropped" else replace(r, fallback=job.fallback) for r in reports]
-    return ChunkResult(result.sums, reports)
+            index = attempt.index
+            assignment = job.chunk.assignments[index]
+            text = f"no answer within {self.client_timeout_s:g} s; its actor was replaced"
+            logger.warning("%s gave %s", named_client(assignment), text)
+            job.timed_out[index] = lost_client(assignment, "timed_out", text, member.answered.place)
+        if job.left:
+            work.waiting[member.group.name].appendleft(job)
+        else:
+            work.finished[job.index] = job.finished(ChunkResult())

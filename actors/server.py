@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import ray
 import torch
 
-from fedloom.actors.client import WATCH
+from fedloom.actors.client import WATCH, accept_shared_memory
+from fedloom.actors.placement import groups_in_line
 from fedloom.actors.pool import ActorPool
-from fedloom.actors.waiting import groups_in_line
-from fedloom.actors.wire import accept_shared_memory
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World

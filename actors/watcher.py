@@ -95,9 +95,9 @@ def watch(folder: Path, driver: Process, before: Collection[Process], pipe: int 
     while True:
         if not is_ready:  # until the driver says which of its children are Ray's
             roots |= {child for child in children([driver]) if child.pid not in apart}
-        found = descendants(known | roots)
-        if found != known:
-            known = found
+        living = descendants(known | roots)
+        if living != known:
+            known = living
             _write(path, driver, known)
         if select.select([pipe], [], [], EVERY_S)[0]:
             if not (said := os.read(pipe, 1 << 16)):
@@ -119,16 +119,16 @@ def _write(path: Path, driver: Process, processes: Collection[Process]) -> None:
 
 def left_over(folder: Path) -> list[Record]:
     """The records of this machine whose drivers have ended while processes of theirs live; removes outdated records."""
-    found = []
+    left = []
     for path in sorted(folder.glob("[0-9]*.json")):
         record = _read(path)
         living = [] if record is None else [p for p in record.processes if is_process(*p)]
         if record is not None and living and record.is_over:
-            found.append(record._replace(processes=tuple(living)))
+            left.append(record._replace(processes=tuple(living)))
         elif record is None or record.is_over:
             with suppress(OSError):
                 path.unlink()
-    return found
+    return left
 
 
 def _read(path: Path) -> Record | None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from ray import tune
 
+from fedloom.actors.client import accept_shared_memory
 from fedloom.actors.server import make_pool
-from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.clients.execution import Executor

@@ -140,7 +140,7 @@ def train_part(part: int, overrides: list[str], processes: int, device: str, bar
 
     from fedloom.actors.client import memory_of
     from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
+    from fedloom.platform.clients.device import peak_memory_bytes, reset_peak_memory
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.federation.algorithm import RunState
     from fedloom.platform.federation.world import build_world
@@ -173,7 +173,7 @@ def train_plainly(worker: Any, assignment: Any, weights: Any) -> int:
     import torch
     from torch.nn import functional as F
 
-    from fedloom.platform.clients.mixed import MixedNetwork
+    from fedloom.platform.clients.networks import MixedNetwork
     from fedloom.platform.clients.trainer import Train
     from fedloom.platform.data.augment import augmentation
 

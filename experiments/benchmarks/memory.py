@@ -19,10 +19,9 @@ from fedloom.experiments.benchmarks.processes import printed
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.device import peak_memory_bytes
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
-from fedloom.platform.clients.memory import peak_memory_bytes
-from fedloom.platform.clients.mixed import MixedNetwork
-from fedloom.platform.clients.networks import Countable, Subnet
+from fedloom.platform.clients.networks import Countable, MixedNetwork, Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET, RunState, TrainingStage

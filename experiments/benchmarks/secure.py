@@ -19,7 +19,7 @@ import torch
 
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.secure import SecureRound, needed_of
-from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
+from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, sample_subspace
 from fedloom.platform.spaces.capabilities import with_subspaces
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import SliceMap, bytes_of, extract

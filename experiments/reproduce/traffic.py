@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.clients.path_samplers import path_sampler
-from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
 from fedloom.platform.federation.tiers import measure_costs, split_into_tiers
 from fedloom.platform.federation.training_config import TrainingConfig, cohort_size
 from fedloom.platform.methods.fedoras import FedorASConfig
+from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, path_sampler, sample_subspace
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.methods.tier_models import WidthConfig
 from fedloom.platform.seeding import stream

@@ -13,8 +13,8 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedloom.actors.cluster import connected
+from fedloom.actors.placement import groups_in_line
 from fedloom.actors.server import RemoteServer, Told
-from fedloom.actors.waiting import groups_in_line
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
 from fedloom.platform.results.copies import check_results, fetch, mirror_run

@@ -31,26 +31,6 @@ class TaskError(ValueError):
     """A client's result cannot be used; the message becomes the error in its row."""
 
 
-class DeviceLostError(RuntimeError):
-    """The process's device fails, and with it all its further work: another process has to repeat the work."""
-
-
-def check_device(error: BaseException) -> None:
-    """Raises DeviceLostError for an error after which a process cannot use its device any more, or one caused by it.
-
-    Such are CUDA's errors (a failed assertion, an illegal address, ECC); too little memory is not among them.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        text = " ".join(map(str, cause.args))  # a user's exception may fail to say what it is
-        # torch before 2.8 has no AcceleratorError and raises a RuntimeError with the same text.
-        sticks = type(cause).__name__ == "AcceleratorError" or text.startswith("CUDA error:")
-        is_memory = "out of memory" in text or "ALLOC_FAILED" in text
-        if isinstance(cause, RuntimeError) and sticks and not is_memory:
-            raise DeviceLostError(f"{type(cause).__name__}: {next(iter(text.splitlines()), '')}") from error
-        cause = cause.__cause__
-
-
 @dataclass(frozen=True)
 class Measurement:
     """One measured value: a row of `evaluations` or a candidate's score; costs have no `split`.

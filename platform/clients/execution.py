@@ -5,31 +5,32 @@ and its weighted sums are added in plan order. This fixed reduction tree makes r
 and any number of workers.
 """
 
+import logging
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
-from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.clients.assignments import (
-    AccountableTask,
-    Assignment,
-    ClientResult,
-    TaskError,
-    check_device,
-    own_copy,
-)
-from fedloom.platform.clients.memory import peak_memory_bytes, reset_peak_memory
-from fedloom.platform.clients.together import Together, trained_together
+from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult, TaskError, own_copy
+from fedloom.platform.clients.device import check_device, peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnet
+from fedloom.platform.clients.stacks import Stacked, train_in_stacks
+from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
-from fedloom.platform.spaces.slices import Weights, bytes_of, first_not_finite
+from fedloom.platform.spaces.slices import Weights, architecture_id, bytes_of, first_not_finite
 from fedloom.tiers.devices import EVALUATION_FACTOR, client_time_s
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,23 +106,23 @@ def make_chunks(
 
 
 def run_chunk(
-    worker: Worker, chunk: Chunk, weights: SharedWeights, begins: Callable[[int], None] = lambda _place: None
+    worker: Worker, chunk: Chunk, weights: SharedWeights, begins: Callable[[int], None] = lambda _index: None
 ) -> ChunkResult:
     """Executes a chunk's assignments in order and sums their updates.
 
-    `begins` is told the place of every assignment before its work, and of the first one of those that are trained as
+    `begins` is told the index of every assignment before its work, and of the first one of those that are trained as
     one batch before their work. Raises DeviceLostError if the process has to be replaced.
     """
     sums = KeptUpdates() if chunk.keeps_updates else WeightedSums()
     chunk_result, attempts = ChunkResult(sums), chunk.attempts_per_client
-    together = Together()
+    stacked = Stacked()
     if chunk.stack > 1:
-        together = trained_together(worker, chunk.assignments, weights.tensors, chunk.stack, begins)
-    for place, assignment in enumerate(chunk.assignments):
-        begins(place)
-        task = together.ready.get(place, assignment.task)
+        stacked = train_in_stacks(worker, chunk.assignments, weights.tensors, chunk.stack, begins)
+    for index, assignment in enumerate(chunk.assignments):
+        begins(index)
+        task = stacked.tasks.get(index, assignment.task)
         done = run_assignment(worker, replace(assignment, task=task), weights, chunk_result.sums, attempts)
-        chunk_result.client_results.append(replace(done, fallback=together.fallbacks.get(place)))
+        chunk_result.client_results.append(replace(done, fallback=stacked.fallbacks.get(index)))
     return chunk_result
 
 
@@ -194,7 +195,9 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     simulated_s = _simulated_s(assignment, result)
     late = assignment.deadline_s is not None and simulated_s > assignment.deadline_s
     if result.update is not None and not late:
-        _check_finite(result.update)
+        broken = first_not_finite(result.update.tensors)
+        if broken is not None:
+            raise TaskError(f"the update is not finite (first in {broken}): it was left out of the average")
         sums.add(result.update)
     peak = peak_memory_bytes(worker.device) if result.peak_memory_bytes is None else result.peak_memory_bytes
     done = replace(
@@ -239,10 +242,55 @@ def _simulated_s(assignment: Assignment, result: ClientResult) -> float:
     return client_time_s(assignment.profile, weighed, result.bytes_down, result.bytes_up, factor=1.0)
 
 
-def _check_finite(update: Update) -> None:
-    name = first_not_finite(update.tensors)
-    if name is not None:
-        raise TaskError(f"the update is not finite (first in {name}): it was left out of the average")
+# -- clients that take long -------------------------------------------------------------------------------------------
+
+SLOW_S = 300.0
+"""Seconds after which a client at work is first named in the log."""
+
+
+def named_client(assignment: Assignment) -> str:
+    """A client as messages name it: its tier, stage, round, and what it does, with the architecture if it has one."""
+    client = "the server's data" if assignment.client_id is None else f"client {assignment.client_id}"
+    task = type(assignment.task).__name__
+    match assignment.task:
+        case Train(network=Subnet() as subnet) | ScoreSubnet(subnet=subnet):
+            task += f" {architecture_id(subnet.architecture)}"
+    return f"{client} ({assignment.tier}, {assignment.stage} round {assignment.round + 1}, {task})"
+
+
+def at_work_for(assignment: Assignment, at_work_s: float) -> str:
+    """Says how long a client has been at work, and since when."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - at_work_s))
+    return f"{named_client(assignment)} has been at work for {at_work_s:.0f} s, since {since}"
+
+
+class _SlowClients(threading.Thread):
+    """Names a client in the log that has been at work for long, and again whenever that time has doubled."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.at_work: tuple[Assignment, float] | None = None
+        self._ended = threading.Event()
+
+    def begins(self, chunk: Chunk, index: int) -> None:
+        """Is told which client of a chunk begins."""
+        self.at_work = (chunk.assignments[index], time.monotonic())
+
+    def run(self) -> None:
+        named: tuple[Assignment, float] | None = None
+        next_s = SLOW_S
+        while not self._ended.wait(min(1.0, SLOW_S / 2)):
+            if (at_work := self.at_work) is None:
+                continue
+            if at_work is not named:
+                named, next_s = at_work, SLOW_S
+            at_work_s = time.monotonic() - at_work[1]
+            if at_work_s >= next_s:
+                logger.warning("%s, in this process", at_work_for(at_work[0], at_work_s))
+                next_s = 2 * at_work_s
+
+    def end(self) -> None:
+        self._ended.set()
 
 
 class SerialExecutor:
@@ -253,8 +301,15 @@ class SerialExecutor:
         torch.set_num_threads(worker.spec.threads)
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        for chunk in chunks:
-            yield run_chunk(self.worker, chunk, weights)
+        slow_clients = _SlowClients()
+        slow_clients.start()
+        try:
+            for chunk in chunks:
+                result = run_chunk(self.worker, chunk, weights, partial(slow_clients.begins, chunk))
+                slow_clients.at_work = None
+                yield result
+        finally:
+            slow_clients.end()
 
     def close(self) -> None:
         """Does nothing."""

@@ -21,13 +21,18 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.server import checked_values
+from fedloom.platform.clients.assignments import Assignment, TaskError, client_of, places_of
+from fedloom.platform.clients.training import LocalSGD, Samples, batch_sizes, epoch_sizes, minimised
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, is_import_path
+from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Slice, SliceMap, Weights
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.server import ServerStep
-    from fedloom.platform.clients.training import Correction, LocalSGD
+    from fedloom.platform.clients.networks import Network
+    from fedloom.platform.clients.training import Correction
+    from fedloom.platform.clients.worker import Worker
 
 STATE = "rule/"
 """Prefix of a rule's names in a client's state, which may also hold a method's own tensors."""
@@ -74,15 +79,15 @@ class LocalClient:
 
     def shared(self, slot: str, name: str) -> Tensor:
         """The parameter's slice of the tensor that the server shares in a slot of the rule's `shared`; read-only."""
-        return self._part(self._place(slot, self.slices[name].source), name)
+        return self._part(self._slot_name(slot, self.slices[name].source), name)
 
     def kept(self, slot: str, name: str) -> Tensor:
         """The parameter's slice of the client's state in a slot, initially zero; the rule changes it in place."""
         piece = self.slices[name]
-        place = place_of(slot, piece.source)
-        if place not in self.state:
-            self.state[place] = torch.zeros_like(self.weights[piece.source], device=self.parameters[name].device)
-        return piece.of(self.state[place])
+        slot_name = place_of(slot, piece.source)
+        if slot_name not in self.state:
+            self.state[slot_name] = torch.zeros_like(self.weights[piece.source], device=self.parameters[name].device)
+        return piece.of(self.state[slot_name])
 
     def send(self, slot: str, name: str, value: Tensor, weight: float | None = None) -> None:
         """Sends a value for the parameter's slice of a shared slot.
@@ -91,23 +96,75 @@ class LocalClient:
         that is not shared, and for an invalid value or weight.
         """
         piece, like = self.slices[name], self.parameters[name]
-        place = self._place(slot, piece.source)
+        slot_name = self._slot_name(slot, piece.source)
         if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
-            given = f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{slot}: {given} is sent for {name}: give floats of its shape {tuple(like.shape)}")
+            sent = f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{slot}: {sent} is sent for {name}: give floats of its shape {tuple(like.shape)}")
         if weight is not None and not 0 <= weight < math.inf:
             raise ValueError(f"{slot}: the weight {weight} is sent for {name}: give a finite number of at least 0")
-        self.sent[place] = value.detach()
-        self.sent_slices[place], self.sent_weights[place] = Slice(place, piece.region), weight
+        self.sent[slot_name] = value.detach()
+        self.sent_slices[slot_name], self.sent_weights[slot_name] = Slice(slot_name, piece.region), weight
 
-    def _place(self, slot: str, source: str) -> str:
-        place = place_of(slot, source)
-        if place not in self.weights:
+    def _slot_name(self, slot: str, source: str) -> str:
+        slot_name = place_of(slot, source)
+        if slot_name not in self.weights:
             raise ValueError(f"there is no shared slot {slot!r}: name it in `shared`")
-        return place
+        return slot_name
 
     def _part(self, shared: str, name: str) -> Tensor:
         return self.slices[name].of(self.weights[shared]).to(self.parameters[name].device)
+
+
+def local_client(
+    worker: Worker,
+    assignment: Assignment,
+    network: Network,
+    weights: Weights,
+    samples: int,
+    local: LocalSGD,
+    parameters: Mapping[str, Tensor],
+) -> LocalClient:
+    """A client as its local rule sees it, with `parameters` at the received values."""
+    states = {name: t for name, t in (assignment.state or {}).items() if name.startswith(STATE)}
+    return LocalClient(
+        client_id=client_of(assignment),
+        round=assignment.round,
+        samples=samples,
+        steps=len(batch_sizes(samples, local)),
+        local=local,
+        parameters=parameters,
+        slices=network.slices,
+        weights=weights,
+        state={name.removeprefix(STATE): t.to(worker.device) for name, t in states.items()},
+    )
+
+
+def gradients_at(
+    worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples, local: LocalSGD
+) -> dict[str, Tensor]:
+    """The mean gradient of all samples at the received weights, by parameter; the module is as loaded afterwards.
+
+    It is the gradient of what the network minimises in training. Raises TaskError for a network that is another one in
+    every batch.
+    """
+    if network.architecture is None:
+        raise TaskError("the local rule needs the gradient of one network, and the client trains paths of a supernet")
+    tensors = worker.load(network.module, weights, network.slices)
+    worker.set_mode(network.module, training=True)
+    objective, (x, y) = worker.objective.for_client(data[1]), data
+    generator = torch_stream(worker.spec.training_seed, "gradients", *places_of(assignment))
+    batches = zip(*(torch.split(t, epoch_sizes(len(y), local.batch_size)) for t in (x, y)), strict=True)
+    with worker.randomness(network.module, generator):
+        for x_B, y_B in batches:
+            loss = minimised(objective, network.forward(x_B), y_B, network.loss)
+            (loss * (len(y_B) / len(y))).backward()  # type: ignore[no-untyped-call]
+    gradients = {
+        name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in tensors.items() if t.requires_grad
+    }
+    for tensor in tensors.values():
+        tensor.grad = None
+    worker.load(network.module, weights, network.slices)  # the passes have changed the running statistics
+    return gradients
 
 
 def place_of(slot: str, source: str) -> str:
@@ -211,8 +268,8 @@ class _Own(LocalRule):
 
         def blamed(name: str, parameter: Tensor, gradient: Tensor) -> None:
             with blaming("local rule", self.name):
-                given: object = correct(name, parameter, gradient)  # type: ignore[misc]
-            if given is not None and given is not gradient:
+                returned: object = correct(name, parameter, gradient)  # type: ignore[misc]
+            if returned is not None and returned is not gradient:
                 raise PluginError(f"local rule {self.name!r} has a correction that gives something back: {IN_PLACE}")
 
         return None if correct is None else blamed
@@ -254,8 +311,9 @@ def refuse_parts(choice: ComponentSpec, key: str, senders: str, instead: str) ->
     """
     if not local_rule(choice).needs_whole_change:
         return
-    own = ", or set needs_whole_change = False in the rule if it needs none" if is_import_path(choice.name) else ""
+    of_a_user = is_import_path(choice.name)
+    remedy = ", or set needs_whole_change = False in the rule if it needs none" if of_a_user else ""
     raise ValueError(
         f"{key}.local_rule={choice.name} keeps whole changes, and {senders}'s clients send parts of theirs: use "
-        f"{instead}{own}"
+        f"{instead}{remedy}"
     )

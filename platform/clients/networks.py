@@ -5,12 +5,13 @@ A task holds a `Described` network; on a worker it becomes a `Network`, loaded i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
 
+from fedloom.platform.clients.assignments import TaskError
 from fedloom.platform.spaces.slices import (
     Architecture,
     Slice,
@@ -19,7 +20,9 @@ from fedloom.platform.spaces.slices import (
     architecture_id,
     parse_architecture,
     parse_subspace,
+    subspace_id,
 )
+from fedloom.tiers.costs import size_of
 
 ESTIMATED, AVERAGED = "estimated", "averaged"
 """Running statistics of a supernet's slice: measured for it on unlabelled samples, or the mean of what clients sent."""
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.training import Loss, Samples, Trained
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.spaces.base import SearchSpace
+    from fedloom.platform.spaces.capabilities import SumsOptions
 
 
 @dataclass(frozen=True)
@@ -142,10 +146,11 @@ class Subnet:
         """The network; it does not depend on the assignment."""
         del assignment
         module = worker.subnet(self.architecture)
+        whole_tensors = {name: Slice(name) for name in worker.tensors_of(module)} if self.stand_alone else None
         return Network(
             module,
             lambda x: cast(Tensor, module(x)),
-            subnet_slices(worker, self.architecture, self.stand_alone),
+            whole_tensors or worker.space.slices(self.architecture),
             worker.spec.macs_table.cost(self.architecture),
             architecture=architecture_id(self.architecture),
         )
@@ -161,19 +166,65 @@ class Subnet:
         return {name: Slice(name) for name in slices} if self.stand_alone else slices
 
 
-def whole_slices(space: SearchSpace) -> SliceMap:
-    """All of the supernet's tensors."""
-    return space.slices(space.largest)
+@dataclass(frozen=True)
+class MixedNetwork:
+    """The operators of a subspace (None: all), summed with weight 1 or with the weights that `mix` returns."""
 
+    subspace: Subspace | None = None
+    mix: Callable[[], Tensor] | None = field(default=None, compare=False)
 
-def subnet_slices(worker: Worker, architecture: Architecture, stand_alone: bool) -> SliceMap:
-    """The subnet's slices of the shared weights: of the supernet's tensors, or whole tensors under their own names."""
-    if not stand_alone:
-        return worker.space.slices(architecture)
-    return {name: Slice(name) for name in worker.tensors_of(worker.subnet(architecture))}
+    def on(self, worker: Worker, assignment: Assignment | None = None) -> Network:
+        """The network; it does not depend on the assignment."""
+        del assignment
+        module, mix = worker.supernet, self.mix
+        space, subspace = self._in(worker.space)
+        return Network(
+            module,
+            lambda x: cast(Tensor, module(x, subspace, None if mix is None else mix())),
+            space.subspace_slices(subspace),
+            size_of(worker.spec.macs_table, subspace),
+            subspace=subspace_id(subspace),
+            kept=subspace,
+        )
+
+    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
+        del assignment
+        _, subspace = self._in(worker.space)
+        size, parameters = (size_of(worker.space.cost_table(m), subspace) for m in ("bytes", "parameters"))
+        macs = size_of(worker.spec.macs_table, subspace) * sum(batches)
+        return Account(macs, size, int(parameters), subspace=subspace_id(subspace))
+
+    def held(self, space: SearchSpace) -> SliceMap:
+        """The tensors of the fixed part and of the operators."""
+        summing, subspace = self._in(space)
+        return summing.subspace_slices(subspace)
+
+    def _in(self, space: SearchSpace) -> tuple[SumsOptions, Subspace]:
+        """The space as one whose layers can sum operators, and the subspace."""
+        from fedloom.platform.spaces.capabilities import summing_options  # all spaces, which few networks need
+
+        summing = summing_options(space, "this network")
+        return summing, summing.largest_subspace if self.subspace is None else self.subspace
 
 
 def in_task(worker: Worker, data: Samples, network: Network) -> Samples:
     """The samples with the labels of the task that a network is for."""
     choices = network.choices if worker.spec.label_sets else None
     return data if choices is None else worker.in_task(data, choices)
+
+
+def rows_of_classes(
+    module: nn.Module, tensors: Mapping[str, Tensor], outputs: Collection[int], classes: Tensor
+) -> dict[str, tuple[tuple[int, int], ...]]:
+    """The rows of these classes, in ranges, of the classifier: the last layer whose number of rows is in `outputs`."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    classifier: list[str] = []
+    for part in module.modules():
+        trained = [parameter for parameter in part.parameters(recurse=False) if id(parameter) in names]
+        if trained and all(len(parameter) in outputs for parameter in trained):
+            classifier = [names[id(parameter)] for parameter in trained]
+    if not classifier:
+        raise TaskError("no layer has as many rows as there are classes: set objective.options.in_mean=false")
+    present = set(classes.tolist())
+    starts, ends = sorted(present - {c + 1 for c in present}), sorted({c + 1 for c in present} - present)
+    return dict.fromkeys(classifier, tuple(zip(starts, ends, strict=True)))

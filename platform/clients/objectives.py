@@ -1,6 +1,7 @@
 """Objectives: the loss of a batch, its metrics, and which targets count."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -88,10 +89,10 @@ class LaterPositions(Objective):
 
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if targets.dim() != 2 or targets.shape[1] <= self.skip:
-            given = f"{targets.shape[1]} positions" if targets.dim() == 2 else "images"
+            actual = f"{targets.shape[1]} positions" if targets.dim() == 2 else "images"
             raise ValueError(
                 f"objective.name=later_positions with objective.options.skip={self.skip} is for texts of more "
-                f"positions, given {given}"
+                f"positions, given {actual}"
             )
         return outputs[:, :, self.skip :], targets[:, self.skip :]
 
@@ -159,6 +160,44 @@ OBJECTIVES: Registry[Objective] = Registry(
 CLASSIFICATION = ComponentSpec("classification")
 
 
+@dataclass
+class DistilledLoss:
+    """The loss of a batch's passes, of which the first is the teacher's: its loss is the objective's.
+
+    That of the others is (1 - weight) times the objective's and weight T^2 KL(teacher || pass), both softened by T; the
+    teacher's outputs are targets, through which nothing is trained.
+    """
+
+    weight: float
+    temperature: float = 1.0
+    passes: int = 2
+    passes_made: int = 0
+    teacher: Tensor | None = None
+
+    def passed(self, outputs: Tensor) -> None:
+        """Notes the outputs of the batch's next pass."""
+        if self.passes_made == 0:
+            self.teacher = outputs.detach()
+        self.passes_made += 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the next pass is the teacher's."""
+        return self.passes_made == 0
+
+    def loss(self, objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of the pass that was noted last."""
+        first, self.passes_made = self.passes_made == 1, self.passes_made % self.passes
+        hard = objective.loss(outputs, targets)
+        if first:
+            return hard
+        assert self.teacher is not None, "the teacher passes first"
+        t = self.temperature
+        soft, target = F.log_softmax(outputs / t, dim=1), F.log_softmax(self.teacher / t, dim=1)
+        divergence = F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1).mean()
+        return (1 - self.weight) * hard + self.weight * t * t * divergence
+
+
 def check_objective(choice: ComponentSpec, targets: Tensor, num_classes: int) -> None:
     """Tests an objective on these targets and random logits.
 
@@ -196,6 +235,6 @@ def _checked(value: Tensor, what: str, blame: str, samples: int | None = None) -
     form = (samples, *value.shape[1:]) if samples is not None else ()
     if tuple(value.shape) != form or not bool(torch.isfinite(value).all()):
         wanted = "one finite number" if samples is None else f"finite numbers for each of {samples} samples"
-        given = f"the shape {tuple(value.shape)}" if tuple(value.shape) != form else "values that are not finite"
-        raise PluginError(f"{blame}: {what} gives {given} on samples of the data: give {wanted}")
+        actual = f"the shape {tuple(value.shape)}" if tuple(value.shape) != form else "values that are not finite"
+        raise PluginError(f"{blame}: {what} gives {actual} on samples of the data: give {wanted}")
     return value

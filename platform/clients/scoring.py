@@ -12,15 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    Measurement,
-    client_of,
-    places_of,
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, client_of, places_of
+from fedloom.platform.clients.evaluation import (
+    BatchNorm,
+    Predictions,
+    Score,
+    details_of,
+    estimate_statistics,
+    evaluate,
+    evaluate_all,
 )
 from fedloom.platform.clients.networks import ESTIMATED, Network, Subnet, in_task
-from fedloom.platform.clients.training import BatchNorm, Samples, Score, estimate_statistics, evaluate, evaluate_all
+from fedloom.platform.clients.training import Samples
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Architecture, Slice, Weights, architecture_id, bytes_of
 from fedloom.tiers.devices import EVALUATION_FACTOR
@@ -117,9 +120,9 @@ def _estimated_for(
     before = [(buffer, buffer.clone()) for norm in norms.values() for buffer in norm.buffers()]
 
     def of(path: Architecture) -> Buffers:
-        own = [norms[name] for name in worker.space.slices(path) if name in norms]
-        estimate_statistics(module, unlabelled, forward=lambda x_B: module(x_B, path), norms=own)
-        return [(buffer, buffer.clone()) for norm in own for buffer in norm.buffers()]
+        of_path = [norms[name] for name in worker.space.slices(path) if name in norms]
+        estimate_statistics(module, unlabelled, forward=lambda x_B: module(x_B, path), norms=of_path)
+        return [(buffer, buffer.clone()) for norm in of_path for buffer in norm.buffers()]
 
     try:
         yield [of(path) for path in paths]
@@ -202,8 +205,8 @@ class ScoreSubnets:
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of a client's scores of a loss and a metric, counted without scoring."""
         client_id = client_of(assignment)
-        samples, own = (worker.data.size(client_id, split) for split in (self.split, "train"))
-        passes = samples + (min(own, CALIBRATION_SAMPLES) if own > 1 and self._is_estimated(worker) else 0)
+        samples, held = (worker.data.size(client_id, split) for split in (self.split, "train"))
+        passes = samples + (min(held, CALIBRATION_SAMPLES) if held > 1 and self._is_estimated(worker) else 0)
         return self._costs(worker, samples, passes, 2 * len(self.architectures))
 
     def _is_estimated(self, worker: Worker) -> bool:
@@ -241,10 +244,10 @@ class EstimateStatistics:
         """Estimates them from the samples from which a search does."""
         del assignment
         module = scored_subnet(worker, self.subnet, weights)
-        found = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+        buffers = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
         samples = len(calibration_samples(worker))
         return ClientResult(
-            update=Update(found, {name: Slice(name) for name in found}, dict.fromkeys(found, 1.0)),
+            update=Update(buffers, {name: Slice(name) for name in buffers}, dict.fromkeys(buffers, 1.0)),
             samples=samples,
             macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
             clock_factor=EVALUATION_FACTOR,
@@ -269,32 +272,21 @@ class ScoreSubnet:
         client_id = assignment.client_id
         data = worker.central_data(self.split) if client_id is None else worker.client_data(client_id, self.split)
         data, name = worker.in_task(data, architecture), architecture_id(architecture)
-        score, details = self._score(worker, module, data)
-        measured = (*measurements_of(self.model, name, self.split, score), *details)
+        forward = Predictions(module) if self.details else module
+        score = evaluate(forward, data, worker.objective)
+        measurements = measurements_of(self.model, name, self.split, score)
+        if isinstance(forward, Predictions):
+            measurements += tuple(details_of(worker, forward, data, self.model, architecture))
         return ClientResult(
             samples=score.samples,
             macs=worker.spec.macs_table.cost(architecture) * score.samples,
             bytes_down=0 if client_id is None else bytes_of(worker.tensors_of(module)),
-            loss=_none_if_nan(score.loss),
-            metric=_none_if_nan(score.metric),
+            loss=None if math.isnan(score.loss) else score.loss,
+            metric=None if math.isnan(score.metric) else score.metric,
             architecture=name,
-            measurements=measured,
+            measurements=measurements,
             clock_factor=EVALUATION_FACTOR,
         )
-
-    def _score(self, worker: Worker, module: nn.Module, data: Samples) -> tuple[Score, list[Measurement]]:
-        """The score, and the details if they are asked for."""
-        if not self.details:
-            return evaluate(module, data, worker.objective), []
-        from fedloom.platform.clients.details import Predictions, details_of  # what only the final evaluation needs
-
-        forward = Predictions(module)
-        score = evaluate(forward, data, worker.objective)
-        return score, details_of(worker, forward, data, self.model, self.subnet.architecture)
-
-
-def _none_if_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def own_test_data(worker: Worker, assignment: Assignment) -> Samples:

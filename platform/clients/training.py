@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.sgd import sgd
 
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
@@ -74,6 +73,54 @@ class Trained:
     loss_norm: float | None = None
 
 
+def train_locally(
+    forward: Callable[[Tensor], Tensor],
+    optimizer: Step,
+    data: Samples,
+    local: LocalSGD,
+    generator: torch.Generator,
+    *,
+    objective: Objective,
+    passes: int = 1,
+    own_loss: Loss | None = None,
+) -> Trained:
+    """Runs local training: one step per batch on the objective's loss of `forward`.
+
+    Args:
+        forward: maps a batch (B, ...) to logits (B, classes) or (B, classes, T); may choose another path at every call.
+        optimizer: makes a step per batch; parameters outside the batch's path have no gradient.
+        data: all samples on the device.
+        local: hyper-parameters.
+        generator: shuffles and augments; always a CPU generator.
+        objective: loss, metric, and which targets count.
+        passes: forward and backward passes per batch; their gradients are summed (subnets of progressive shrinking).
+        own_loss: what a pass minimises instead of the objective's loss, which is what is reported all the same.
+    """
+    x, y = data
+    augment, seen, steps = augmentation(local.augment), Seen(x.device, local.loss_norm), 0
+    balanced = y if local.balanced else None
+    batches = batch_indices(len(y), local.batch_size, local.epochs, generator, x.device, balanced)
+    for index in itertools.islice(batches, local.steps):
+        x_B, y_B = x.index_select(0, index), y.index_select(0, index)
+        if augment is not None:
+            x_B = augment(x_B, generator)
+        for _ in range(passes):
+            outputs = forward(x_B)
+            loss = minimised(objective, outputs, y_B, own_loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+            outputs = outputs.detach()
+            # Selection and tables compare losses over clients, whose own losses may have different scales.
+            seen.add(loss if own_loss is None else objective.loss(outputs, y_B), outputs, y_B, objective)
+        optimizer.step()
+        steps += 1
+    return seen.summed_up(steps, sum(batch_sizes(len(y), local)))
+
+
+def minimised(objective: Objective, outputs: Tensor, targets: Tensor, own_loss: Loss | None) -> Tensor:
+    """The loss that a pass minimises: the network's own, or the objective's."""
+    return objective.loss(outputs, targets) if own_loss is None else own_loss(objective, outputs, targets)
+
+
 def batch_indices(
     num_samples: int,
     batch_size: int,
@@ -116,84 +163,6 @@ def batch_sizes(num_samples: int, local: LocalSGD) -> list[int]:
     return (epoch_sizes(num_samples, local.batch_size) * local.epochs)[: local.steps]
 
 
-def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) -> Iterator[Samples]:
-    """Yields batches without end, reshuffled after every pass over the samples and augmented as in training."""
-    augment, balanced = augmentation(local.augment), data[1] if local.balanced else None
-    while True:
-        for index in batch_indices(len(data[1]), local.batch_size, 1, generator, data[0].device, balanced):
-            x_B, y_B = _taken(data, index)
-            yield (x_B if augment is None else augment(x_B, generator)), y_B
-
-
-def _taken(data: Samples, index: Tensor) -> Samples:
-    x, y = data
-    return x.index_select(0, index), y.index_select(0, index)
-
-
-@contextmanager
-def own_randomness(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Seeds torch's global generators, which dropout draws from, with `generator`'s seed; restores them on exit."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(generator.initial_seed())
-        yield
-
-
-def minimised(objective: Objective, outputs: Tensor, targets: Tensor, own_loss: Loss | None) -> Tensor:
-    """The loss that a pass minimises: the network's own, or the objective's."""
-    return objective.loss(outputs, targets) if own_loss is None else own_loss(objective, outputs, targets)
-
-
-class Step(Protocol):
-    """The update that follows a batch's backward pass."""
-
-    def step(self) -> None:
-        """Applies the gradients and clears them."""
-        ...
-
-
-def train_locally(
-    forward: Callable[[Tensor], Tensor],
-    optimizer: Step,
-    data: Samples,
-    local: LocalSGD,
-    generator: torch.Generator,
-    *,
-    objective: Objective,
-    passes: int = 1,
-    own_loss: Loss | None = None,
-) -> Trained:
-    """Runs local training: one step per batch on the objective's loss of `forward`.
-
-    Args:
-        forward: maps a batch (B, ...) to logits (B, classes) or (B, classes, T); may choose another path at every call.
-        optimizer: makes a step per batch; parameters outside the batch's path have no gradient.
-        data: all samples on the device.
-        local: hyper-parameters.
-        generator: shuffles and augments; always a CPU generator.
-        objective: loss, metric, and which targets count.
-        passes: forward and backward passes per batch; their gradients are summed (subnets of progressive shrinking).
-        own_loss: what a pass minimises instead of the objective's loss, which is what is reported all the same.
-    """
-    augment, seen = augmentation(local.augment), Seen(data[0].device, local.loss_norm)
-    steps = 0
-    balanced = data[1] if local.balanced else None
-    batches = batch_indices(len(data[1]), local.batch_size, local.epochs, generator, data[0].device, balanced)
-    for index in itertools.islice(batches, local.steps):
-        x_B, y_B = _taken(data, index)
-        if augment is not None:
-            x_B = augment(x_B, generator)
-        for _ in range(passes):
-            outputs = forward(x_B)
-            loss = minimised(objective, outputs, y_B, own_loss)
-            loss.backward()  # type: ignore[no-untyped-call]
-            outputs = outputs.detach()
-            # Selection and tables compare losses over clients, whose own losses may have different scales.
-            seen.add(loss if own_loss is None else objective.loss(outputs, y_B), outputs, y_B, objective)
-        optimizer.step()
-        steps += 1
-    return seen.summed_up(steps, sum(batch_sizes(len(data[1]), local)))
-
-
 @dataclass
 class Seen:
     """Losses and metrics of the batches, left on the device: one synchronisation per client, not one per step."""
@@ -219,25 +188,29 @@ class Seen:
         if self.norm:
             self.squares.append(squares)
 
-    def _counts(self) -> Tensor:
-        """The batches' numbers of targets (steps,), float64; those that are known without the data in one copy."""
-        known = [t for t in self.targets if not isinstance(t, Tensor)]
-        if len(known) == len(self.targets):
-            return torch.tensor(known, dtype=torch.float64, device=self.device)
-        return torch.stack([torch.as_tensor(t, dtype=torch.float64, device=self.device) for t in self.targets])
-
     def summed_up(self, steps: int, samples: int) -> Trained:
         """The means over all batches."""
-        counts = self._counts()
+        if any(isinstance(t, Tensor) for t in self.targets):
+            numbers = [torch.as_tensor(t, dtype=torch.float64, device=self.device) for t in self.targets]
+            counts = torch.stack(numbers)
+        else:  # known without the data: one copy
+            counts = torch.tensor(self.targets, dtype=torch.float64, device=self.device)
         total = counts.sum().item()
-        norm = math.sqrt(torch.stack(self.squares).sum().item() / total) if self.norm else None
         return Trained(
             steps=steps,
             seen_samples=samples,
             loss=torch.dot(torch.stack(self.losses).double(), counts).item() / total,
             accuracy=torch.stack(self.correct).sum().item() / total,
-            loss_norm=norm,
+            loss_norm=math.sqrt(torch.stack(self.squares).sum().item() / total) if self.norm else None,
         )
+
+
+class Step(Protocol):
+    """The update that follows a batch's backward pass."""
+
+    def step(self) -> None:
+        """Applies the gradients and clears them."""
+        ...
 
 
 class SGD:
@@ -313,6 +286,18 @@ class SGD:
                 parameter.grad = None
 
 
+# -- what single methods add ------------------------------------------------------------------------------------------
+
+
+def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) -> Iterator[Samples]:
+    """Yields batches without end, reshuffled after every pass over the samples and augmented as in training."""
+    (x, y), augment = data, augmentation(local.augment)
+    while True:
+        for index in batch_indices(len(y), local.batch_size, 1, generator, x.device, y if local.balanced else None):
+            x_B, y_B = x.index_select(0, index), y.index_select(0, index)
+            yield (x_B if augment is None else augment(x_B, generator)), y_B
+
+
 def resumed(momentum: Mapping[str, Tensor], correct: Correction | None = None) -> Callable[[SGD], SGD]:
     """Makes SGD go on with the momentum of an earlier training, and with another correction (`SGD.resume`)."""
     return lambda sgd: sgd.resume(momentum, correct)
@@ -322,111 +307,3 @@ def gradient_of(parameter: Tensor) -> Tensor:
     """The gradient of a parameter that has one."""
     assert parameter.grad is not None, "only parameters that were reached take a step"
     return parameter.grad
-
-
-EVALUATED = 256
-"""Samples per batch of an evaluation whose result does not depend on it."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """Mean loss and accuracy over the targets of `samples` samples (one target per image, or per position of a text).
-
-    `more` holds the objective's further metrics by name.
-    """
-
-    loss: float
-    metric: float
-    samples: int
-    per_position: bool = False
-    more: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class _Sums:
-    """Sums over the targets of the batches that a network has seen, left on the device."""
-
-    loss: Tensor
-    metric: Tensor  # a metric of one's own need not be a count
-    more: dict[str, Tensor] = field(default_factory=dict)
-    targets: Tensor | int = 0  # on the device, if it depends on the data: it is read once, at the end
-
-    def add(self, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
-        self.loss += objective.loss_sum(outputs, y_B).double()
-        self.metric += objective.metric_sum(outputs, y_B).double()
-        self.targets = self.targets + objective.counted(outputs, y_B)
-        for name, value in objective.more(outputs, y_B).items():
-            self.more[name] = self.more.get(name, torch.zeros_like(self.loss)) + value.double()
-
-    def score(self, y: Tensor) -> Score:
-        targets = int(self.targets)
-        means = {name: value.item() / targets for name, value in self.more.items()}
-        loss, metric = self.loss.item() / targets, self.metric.item() / targets
-        return Score(loss, metric, len(y), y.dim() > 1, means)
-
-
-def evaluate(
-    forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, sizes: list[int] | None = None
-) -> Score:
-    """Mean loss and metric of `forward` over all targets, in batches, of the given sizes if they matter."""
-    return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, sizes)[0]
-
-
-@torch.no_grad()
-def evaluate_all(
-    outputs_of: Callable[[Tensor], Iterable[Tensor]],
-    networks: int,
-    data: Samples,
-    objective: Objective,
-    sizes: list[int] | None = None,
-) -> list[Score]:
-    """The scores of several networks, whose outputs `outputs_of` gives for a batch; every batch is loaded once."""
-    x, y = data
-    if len(y) == 0:
-        return [Score(math.nan, math.nan, 0)] * networks
-    zero = torch.zeros((), dtype=torch.float64, device=x.device)
-    sums = [_Sums(zero.clone(), zero.clone()) for _ in range(networks)]
-    # The logits of every position make a batch of texts far larger than one of images.
-    split = sizes or (EVALUATED if y.dim() == 1 else EVALUATED // 8)
-    for x_B, y_B in zip(torch.split(x, split), torch.split(y, split), strict=True):
-        for of_network, outputs in zip(sums, outputs_of(x_B), strict=True):
-            of_network.add(outputs, y_B, objective)
-    return [of_network.score(y) for of_network in sums]
-
-
-BatchNorm = nn.modules.batchnorm._BatchNorm
-
-
-@torch.no_grad()
-def estimate_statistics(
-    module: nn.Module,
-    x: Tensor,
-    batch_size: int = 128,
-    *,
-    forward: Callable[[Tensor], object] | None = None,
-    norms: Iterable[BatchNorm] | None = None,
-) -> None:
-    """Replaces the running statistics of the module's batch norms by those of the inputs `x` (n, ...).
-
-    `forward` runs a path of a supernet, and `norms` are the path's; by default all of a stand-alone module's. Every
-    batch has the same weight, as in the cumulative mean of once-for-all's calibration (Cai et al. 2020).
-    """
-    forward = module if forward is None else forward
-    norms = [part for part in module.modules() if isinstance(part, BatchNorm)] if norms is None else [*norms]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.train()
-    # The batches differ by at most one sample, because they have the same weight and a batch of one sample may have no
-    # variance. Each takes every k-th sample: if samples are grouped by client, consecutive ones have less variance.
-    batches = math.ceil(len(x) / batch_size)
-    try:
-        for first in range(batches):
-            for norm in norms:
-                # What torch computes for a momentum of None, but from its own count, which is on the device.
-                norm.momentum = 1.0 / (first + 1)
-            forward(x[first::batches])
-    finally:  # a worker uses the module again after an error
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-            norm.eval()

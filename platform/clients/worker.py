@@ -2,18 +2,19 @@
 
 import platform
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.clients.kernels import Kernels, set_up_process
+from fedloom.platform.clients.device import Kernels, set_up_process
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
-from fedloom.platform.clients.training import Samples, own_randomness
+from fedloom.platform.clients.training import Samples
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.data.source import LabelSet
@@ -73,8 +74,8 @@ class Worker:
         self.device = torch.device(spec.device)
         self.node = spec.node or platform.node()
         self._subnets: OrderedDict[Architecture, nn.Module] = OrderedDict()
-        self._tensors: dict[int, dict[str, Tensor]] = {}
-        self._draws: dict[int, bool] = {}
+        self._tensors = WeakKeyDictionary[nn.Module, dict[str, Tensor]]()
+        self._draws = WeakKeyDictionary[nn.Module, bool]()
         self._loaded: object = None
         self.calibration: Tensor | None = None
         self._statistics: tuple[str, dict[Architecture, dict[str, Tensor]]] | None = None
@@ -130,23 +131,21 @@ class Worker:
             built = self.space.build_subnet(architecture)
             self._subnets[architecture] = self.kernels.prepared(built, self.device)
             if len(self._subnets) > SUBNETS_KEPT:
-                _, dropped = self._subnets.popitem(last=False)
-                self._tensors.pop(id(dropped), None)
-                self._draws.pop(id(dropped), None)
+                self._subnets.popitem(last=False)
         self._subnets.move_to_end(architecture)
         return self._subnets[architecture]
 
     def tensors_of(self, module: nn.Module) -> dict[str, Tensor]:
         """Parameters and buffers of a module by name (cached)."""
-        if id(module) not in self._tensors:
-            self._tensors[id(module)] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return self._tensors[id(module)]
+        if module not in self._tensors:
+            self._tensors[module] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return self._tensors[module]
 
     def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
         """A context in which a module's dropout and noise depend only on the generator's seed."""
-        if id(module) not in self._draws:
-            self._draws[id(module)] = any(draws_randomly(part) for part in module.modules())
-        return own_randomness(generator, self.device) if self._draws[id(module)] else nullcontext()
+        if module not in self._draws:
+            self._draws[module] = any(draws_randomly(part) for part in module.modules())
+        return own_randomness(generator, self.device) if self._draws[module] else nullcontext()
 
     @staticmethod
     def set_mode(module: nn.Module, training: bool) -> None:
@@ -157,7 +156,7 @@ class Worker:
     @torch.no_grad()
     def load(self, module: nn.Module, weights: Weights, slices: SliceMap) -> dict[str, Tensor]:
         """Copies the slices of the shared weights into the module and returns the module's loaded tensors by name."""
-        if module is self.supernet_if_built:
+        if module is self.__dict__.get("supernet"):  # if it has been built
             self._loaded = None
         tensors = self.tensors_of(module)
         loaded = {}
@@ -168,11 +167,6 @@ class Worker:
     def uploaded(self, weights: Weights) -> Weights:
         """Shared weights on the worker's device, from which the slices of all clients are cut there."""
         return {name: upload(tensor, self.device) for name, tensor in weights.items()}
-
-    @property
-    def supernet_if_built(self) -> nn.Module | None:
-        """The supernet module if it has been built, otherwise None."""
-        return self.__dict__.get("supernet")
 
     def load_whole(self, weights: Weights, version: object) -> nn.Module:
         """The supernet module with all shared weights, copied only when `version` changes."""
@@ -206,10 +200,6 @@ class Worker:
         """One client's samples on the device."""
         return self.data.client(client_id, split)
 
-    def clients_data(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[Samples, list[int]]:
-        """The samples of several clients as they are stored, on the device, client after client, and their numbers."""
-        return self.data.clients(client_ids, splits)
-
     def statistics_of(self, version: str) -> dict[Architecture, dict[str, Tensor]]:
         """The running statistics of the subnets of these weights; those of the weights before are forgotten."""
         if self._statistics is None or self._statistics[0] != version:
@@ -225,3 +215,11 @@ class Worker:
         if split != "test":  # cached samples would bypass the lock on the test set
             self._central = ((split, share), data)
         return data
+
+
+@contextmanager
+def own_randomness(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Seeds torch's global generators, which dropout draws from, with `generator`'s seed; restores them on exit."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(generator.initial_seed())
+        yield

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.assignments import Assignment, ClientResult, DeviceLostError, Evaluation
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Evaluation
+from fedloom.platform.clients.device import DeviceLostError
 from fedloom.platform.clients.execution import (
     ChunkResult,
     Executor,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.platform.clients.stacked import skeleton
-from fedloom.platform.clients.trainer import common_subnet
+from fedloom.platform.clients.stacks import common_subnet, skeleton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, places_of
-from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import (
     Train,
     client_samples,
@@ -33,6 +33,7 @@ from fedloom.platform.clients.trainer import (
     trained_outcome,
     update_of,
     validation_scores,
+    validation_use,
     with_more,
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
@@ -265,7 +266,8 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
         use_validation, scored = train.use_validation, round_.scored
         if round_.index < train.pretraining_rounds:
             whole = MixedNetwork(space.largest_subspace)
-            return Train(whole, round_.local, rules.weighting, use_validation=use_validation, scored=scored)
+            validation = validation_use(trained=use_validation, scored=scored)
+            return Train(whole, round_.local, rules.weighting, validation)
         return TrainModular(round_.local, train.router_lr, train.temperature, rules, use_validation, scored)
 
     router = frozenset(initial_router(space, classes, torch.Generator()))

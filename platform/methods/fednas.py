@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
-from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import (
     client_samples,
     train_network,

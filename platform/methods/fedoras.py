@@ -28,9 +28,7 @@ from torch import Tensor
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.local_rules import local_rule
 from fedloom.platform.clients.networks import AVERAGED, ESTIMATED, Account, DrawingNetwork, Network, Subnet
-from fedloom.platform.clients.path_samplers import PathSampler, path_sampler
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, EstimateStatistics, ScoreSubnet, ScoreSubnets
-from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Trained
 from fedloom.platform.clients.worker import Worker
@@ -52,6 +50,7 @@ from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
+from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, PathSampler, path_sampler, sample_subspace
 from fedloom.platform.methods.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, ComponentName

@@ -17,10 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from fedloom.platform.clients.assignments import Assignment, places_of
-from fedloom.platform.clients.distillation import Taught
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
+from fedloom.platform.clients.objectives import DistilledLoss
 from fedloom.platform.federation.method import Method
-from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, of_widths, width_stages
+from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, of_widths, tier_stages
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import PART, POSITIVE
 from fedloom.platform.spaces.base import once
@@ -58,7 +58,7 @@ class Ordered:
     def on(self, worker: Worker, assignment: Assignment) -> Network:
         """The widest network's module, of which narrower ones use views."""
         whole, draws, spent_macs = Subnet(self.widest).on(worker), self._draws(worker, assignment), [0.0]
-        taught = Taught(self.distillation, self.temperature) if self.distillation else None
+        taught = DistilledLoss(self.distillation, self.temperature) if self.distillation else None
 
         def forward(x_B: Tensor) -> Tensor:
             # With distillation the passes of a batch are the widest's and a drawn width's, in turn.
@@ -114,7 +114,8 @@ def stages(config: FjordConfig, world: World) -> list[Stage]:
     def network(_round: object, client_id: int) -> Ordered:
         return Ordered(widest[int(world.tier_of_client[client_id])], config.distillation, config.temperature)
 
-    return width_stages(world, config, network)
+    clients = config.statistics_clients
+    return tier_stages(world, config.name, config.train, config.evaluation, network, statistics_clients=clients)
 
 
 METHOD = Method(FjordConfig, stages, kind="tiers", lacks=("candidates",), needs=of_widths)

@@ -8,7 +8,7 @@ in every round: all silos train the remaining operators of the supernet (FedAvg)
 from dataclasses import dataclass, field
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
-from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState, fresh_supernet
 from fedloom.platform.federation.method import Method, Stage

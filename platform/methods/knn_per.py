@@ -10,17 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    Measurement,
-    client_of,
-    places_of,
-)
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, client_of, places_of
+from fedloom.platform.clients.evaluation import Score
 from fedloom.platform.clients.networks import Network, Subnet
 from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
 from fedloom.platform.clients.trainer import client_samples
-from fedloom.platform.clients.training import Samples, Score
+from fedloom.platform.clients.training import Samples
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.world import World

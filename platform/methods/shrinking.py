@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, places_of
-from fedloom.platform.clients.distillation import Taught
-from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, whole_slices
+from fedloom.platform.clients.networks import Account, DrawingNetwork, Network
+from fedloom.platform.clients.objectives import DistilledLoss
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.capabilities import with_depths
@@ -44,7 +44,7 @@ class Shrinking:
     def on(self, worker: Worker, assignment: Assignment) -> Network:
         """The supernet module, called with another subnet in every pass."""
         module, draws, spent_macs = worker.supernet, self._draws(worker, assignment), [0.0]
-        taught = Taught(self.distillation, passes=self.subnets_per_batch) if self.distillation else None
+        taught = DistilledLoss(self.distillation, passes=self.subnets_per_batch) if self.distillation else None
 
         def forward(x_B: Tensor) -> Tensor:
             architecture = next(draws)
@@ -71,7 +71,7 @@ class Shrinking:
 
     def held(self, space: SearchSpace) -> SliceMap:
         """Everything."""
-        return whole_slices(space)
+        return space.slices(space.largest)
 
     def _draws(self, worker: Worker, assignment: Assignment) -> Iterator[Architecture]:
         rng, space = stream(worker.spec.training_seed, "subnets", *places_of(assignment)), worker.space

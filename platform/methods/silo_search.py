@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.clients.assignments import Assignment, client_of, places_of
-from fedloom.platform.clients.mixed import MixedNetwork
-from fedloom.platform.clients.networks import Network
+from fedloom.platform.clients.evaluation import Score, evaluate
+from fedloom.platform.clients.networks import MixedNetwork, Network
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import SGD, Samples, Score, Step, endless_batches, epoch_sizes, evaluate
+from fedloom.platform.clients.trainer import Train, validation_use
+from fedloom.platform.clients.training import SGD, Samples, Step, endless_batches, epoch_sizes
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, TasksOfRound, to_all
@@ -568,8 +568,7 @@ def train_kept(train: SiloTrainingConfig, rules: Rules, settled: Callable[[Subsp
 
     def client(round_: Round) -> Train:
         kept = kept_of(round_.state)
-        use_validation = train.use_validation and settled(kept)
-        network = MixedNetwork(kept)
-        return Train(network, round_.local, rules.weighting, use_validation=use_validation, scored=round_.scored)
+        validation = validation_use(trained=train.use_validation and settled(kept), scored=round_.scored)
+        return Train(MixedNetwork(kept), round_.local, rules.weighting, validation)
 
     return to_all(client)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Evaluation, Measurement, Task, evaluations_of
-from fedloom.platform.clients.mixed import MixedNetwork
-from fedloom.platform.clients.networks import Described, Network, Subnet
+from fedloom.platform.clients.evaluation import Score
+from fedloom.platform.clients.networks import Described, MixedNetwork, Network, Subnet
 from fedloom.platform.clients.scoring import (
     GLOBAL,
     PERSONAL,
@@ -32,8 +32,9 @@ from fedloom.platform.clients.trainer import (
     train_network,
     trained_outcome,
     update_of,
+    validation_use,
 )
-from fedloom.platform.clients.training import LocalSGD, Samples, Score
+from fedloom.platform.clients.training import LocalSGD, Samples
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.federation.algorithm import (
@@ -235,21 +236,21 @@ def softmax(alphas: Tensor, absent: Tensor) -> Tensor:
 
 
 def pair_outcome(
-    shared: TrainedNetwork, own: TrainedNetwork, data: Samples, weighting: ComponentSpec, silo: Personal
+    shared: TrainedNetwork, personal: TrainedNetwork, data: Samples, weighting: ComponentSpec, silo: Personal
 ) -> ClientResult:
     """The outcome of training both models: loss and metric are the personal model's, the update the shared one's."""
     samples = len(data[1])
     outcome = trained_outcome(shared, samples, update_of(shared, samples, weighting))
     return replace(
         outcome,
-        steps=shared.figures.steps + own.figures.steps,
-        macs=shared.macs + own.macs,
-        loss=own.figures.loss,
-        metric=own.figures.accuracy,
-        parameters=own.num_parameters,
+        steps=shared.figures.steps + personal.figures.steps,
+        macs=shared.macs + personal.macs,
+        loss=personal.figures.loss,
+        metric=personal.figures.accuracy,
+        parameters=personal.num_parameters,
         state={**silo.packed(), **shared.state},
-        architecture=own.network.architecture,
-        subspace=own.network.subspace,
+        architecture=personal.network.architecture,
+        subspace=personal.network.subspace,
     )
 
 
@@ -421,8 +422,8 @@ def subnet_stages(
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
 
     def fedavg(subnet: Subnet, round_: Round) -> Train:
-        weighting, use_validation = round_.rules.weighting, train.use_validation
-        return Train(subnet, round_.local, weighting, use_validation=use_validation, scored=round_.scored)
+        validation = validation_use(trained=train.use_validation, scored=round_.scored)
+        return Train(subnet, round_.local, round_.rules.weighting, validation)
 
     task = test(subnet)
     training = SiloTraining(

@@ -21,8 +21,9 @@ import numpy as np
 from annotated_types import Interval
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, client_of
+from fedloom.platform.clients.evaluation import Score
 from fedloom.platform.clients.local_rules import pull_towards
-from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.scoring import (
     PERSONAL,
     measurements_of,
@@ -31,7 +32,7 @@ from fedloom.platform.clients.scoring import (
     score_network,
 )
 from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
-from fedloom.platform.clients.training import SGD, LocalSGD, Score, Step, epoch_sizes, resumed
+from fedloom.platform.clients.training import SGD, LocalSGD, Step, epoch_sizes, resumed
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, Round, RunState, fresh_supernet, to_all
 from fedloom.platform.federation.method import Method, Stage

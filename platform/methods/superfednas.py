@@ -179,6 +179,16 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
         raise ValueError(f"{key}.distribution.heuristic={name} hands out a fixed family: give method.family")
 
 
+# -- what a client does -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainShare(Train):
+    """Training whose update counts as much as the server says: its weights are multiplied by `share`."""
+
+    share: float = field(default=1.0, compare=False)  # clients of other shares train in the same way, also in a stack
+
+
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +211,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         is_largest = tuple(architecture == space.largest for architecture in architectures)
         shares = shares_of(shares_rule, Sharing(config.shares, round_.index, config.rounds, clients, is_largest))
         tasks = [
-            Train(Subnet(architecture), round_.local, rules.weighting, share)
+            TrainShare(Subnet(architecture), round_.local, rules.weighting, share=share)
             for architecture, share in zip(architectures, shares.values, strict=True)
         ]
         return RoundTasks(tasks, shares.schedules)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedloom.platform.clients.assignments import SERVER, ClientResult, Task
+from fedloom.platform.clients.assignments import SERVER, Assignment, ClientResult, Measurement, Task
 from fedloom.platform.clients.execution import Executor, SharedWeights, make_chunks
-from fedloom.platform.clients.latency import MeasureLatency
-from fedloom.platform.clients.scoring import ScoreSubnets
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.method import Stage
@@ -44,6 +45,8 @@ from fedloom.platform.search.targets import (
     predictor_of,
 )
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, parse_architecture
+from fedloom.tiers.devices import EVALUATION_FACTOR
+from fedloom.tiers.measure import latency_s_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,28 @@ def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
         return [VerifyStage(world, config, targets)]
     check_predictor(predictor_of(config), genome)
     return [SampleStage(world, config, targets), VerifyStage(world, config, targets)]
+
+
+@dataclass(frozen=True)
+class MeasureLatency:
+    """Measures subnets on this host with a batch of one sample: median latency and interquartile range, in seconds."""
+
+    architectures: tuple[Architecture, ...]
+    repeats: int = 20
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Returns two measurements per architecture, `latency_s` and `latency_spread_s`."""
+        del assignment
+        x, _ = worker.central_data("validation")
+        measurements: list[Measurement] = []
+        for architecture in self.architectures:
+            latency = latency_s_of(loaded_subnet(worker, Subnet(architecture), weights), x[:1], repeats=self.repeats)
+            figures = {"latency_s": latency.median_s, "latency_spread_s": latency.spread_s}
+            name = architecture_id(architecture)
+            measurements += [
+                Measurement("supernet", name, "validation", k, v, latency.repeats) for k, v in figures.items()
+            ]
+        return ClientResult(measurements=tuple(measurements), clock_factor=EVALUATION_FACTOR)
 
 
 class ScoringStage(Stage):

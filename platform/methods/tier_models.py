@@ -10,10 +10,10 @@ import numpy as np
 
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
+from fedloom.platform.clients.evaluation import estimate_statistics
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import estimate_statistics
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Plan,

@@ -19,10 +19,9 @@ import ray
 
 from chaos.kill import is_called, orphans
 from chaos.victims import ended, start
-from fedloom.actors.client import About
+from fedloom.actors.client import About, accept_shared_memory
 from fedloom.actors.placement import plan_groups, resident_group
 from fedloom.actors.pool import ActorPool
-from fedloom.actors.wire import accept_shared_memory
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
@@ -177,14 +176,13 @@ class KillsOneActor(ActorPool):
         self.killed: list[About] = []
         self.calls = 0
 
-    def _collect(self, waiting: Any, running: Any, finished: Any) -> None:
+    def _collect(self, work: Any) -> None:
         self.calls += 1
         if self.calls in (2, 12):
-            job = next(iter(running.values()))
-            about = self._about(job.member)
+            about = next(iter(work.running.values())).member.answered
             os.kill(about.pid, signal.SIGKILL)
             self.killed.append(about)
-        super()._collect(waiting, running, finished)
+        super()._collect(work)
 
 
 @pytest.mark.parametrize(

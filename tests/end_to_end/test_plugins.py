@@ -331,8 +331,8 @@ ON_RAY = {"head_first": 1, "scaffold": 2}
 @pytest.fixture(scope="module")
 def on_actors(beside: Path, own_ray: Callable[[], AbstractContextManager[None]]) -> dict[str, str]:
     """The runs by client actors, on one cluster."""
+    from fedloom.actors.client import accept_shared_memory
     from fedloom.actors.server import make_pool  # the tests above do without Ray
-    from fedloom.actors.wire import accept_shared_memory
 
     accept_shared_memory()
     sys.path.append(str(beside))  # as the command line does

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from fedloom.actors.pool import LAST_JOBS, Job, in_balance, named_client
+from fedloom.actors.pool import LAST_JOBS, Job, in_balance
 from fedloom.platform.clients.assignments import Assignment, ClientResult
-from fedloom.platform.clients.execution import Chunk
+from fedloom.platform.clients.execution import Chunk, named_client
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train

@@ -22,13 +22,8 @@ from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    DeviceLostError,
-    Task,
-    TaskError,
-)
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, TaskError
+from fedloom.platform.clients.device import DeviceLostError
 from fedloom.platform.clients.execution import (
     ChunkResult,
     Executor,

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedloom.actors import waiting
+from fedloom.actors import placement
 from fedloom.actors.address import check_listening
 from fedloom.actors.cluster import connected
-from fedloom.actors.waiting import Resources, wait_for_room
+from fedloom.actors.placement import Resources, wait_for_room
 from fedloom.platform.federation.config import RayConfig
 
 WHOLE = {"CPU": 2.0, "memory": 1e9}
@@ -27,7 +27,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that goes by what was slept."""
     lengths: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(lengths), sleep=lengths.append)
-    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(placement, "time", clock)
     return lengths
 
 

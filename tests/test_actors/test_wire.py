@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from fedloom.actors.wire import accept_shared_memory, pack, to_arrays, to_tensors, unpack
+from fedloom.actors.client import accept_shared_memory, pack, to_arrays, to_tensors, unpack
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import ClientResult

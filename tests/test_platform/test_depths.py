@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.clients.gradients import gradients_at
+from fedloom.platform.clients.local_rules import gradients_at
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
@@ -237,7 +237,7 @@ def test_scaffolds_gradient_is_that_of_what_is_trained(depth_config: Make) -> No
     world = build_world(depth_config())
     worker, weights = Worker(world.spec), world.space.initial_weights(torch_stream(3, "test"))
     network, data = WithExits(Subnet((2,)), 1.0).on(worker, at(6)), worker.client_data(6, "train")
-    found = gradients_at(worker, network, weights, data, LOCAL, torch_stream(4, "draws"))
+    found = gradients_at(worker, at(6), network, weights, data, LOCAL)
     stepped = trained_in_float64(world.space, 3, {n: t.double() for n, t in weights.items()}, *data, 1.0)
     for name, gradient in found.items():
         expected = (weights[name].double() - stepped[name]) / 0.1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.details import MOST_CLASSES, PROMPT, WRITTEN, confusion, joined, paragraph
+from fedloom.platform.clients.evaluation import MOST_CLASSES, PROMPT, WRITTEN, confusion, joined, paragraph
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig

@@ -1,6 +1,8 @@
 """Assignments, chunks and the boundary at which whatever happens to a client becomes one row."""
 
 import math
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,12 +16,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    Measurement,
-    TaskError,
-)
+from fedloom.platform.clients import execution
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, TaskError
 from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,
@@ -408,3 +406,20 @@ def test_chunk_sizes_change_rounding_and_nothing_else() -> None:
         results.append(result.sums.finish(OLD).weights["w"])
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
+
+
+def test_a_client_that_hangs_in_this_process_is_found_from_the_log_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(execution, "SLOW_S", 0.1)
+
+    def nap() -> ClientResult:
+        time.sleep(0.6)
+        return good()
+
+    plan = [planned(good, client_id=1), planned(nap, client_id=2), planned(good, client_id=3)]
+    result = merge_chunks(SerialExecutor(fake_worker()).run(make_chunks(plan, 3), SHARED))
+    assert [r.status for r in result.client_results] == ["ok"] * 3
+    since = r"has been at work for \d s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, in this process"
+    assert 1 <= len(caplog.messages) <= 3, "once, and again whenever the time has doubled"
+    assert all(re.fullmatch(rf"client 2 \(tier2, train round 4, Fake\) {since}", text) for text in caplog.messages)

@@ -17,7 +17,7 @@ from fedloom.platform.clients.execution import (
     make_chunks,
     run_assignment,
 )
-from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
@@ -143,7 +143,7 @@ def test_only_chosen_modules_teach_the_router(world: World) -> None:
 def test_the_chosen_modules_train_as_a_network_of_their_own(world: World) -> None:
     weights = shared_weights(world)
     outcome = one_silo(world, 3, weights)
-    plain = Train(MixedNetwork(parse_subspace(outcome.subspace or "")), LOCAL, use_validation=True)
+    plain = Train(MixedNetwork(parse_subspace(outcome.subspace or "")), LOCAL, validation="trained")
     same = plain.run(Worker(world.spec), Assignment("fedmn", 1, 3, "tier1", plain), weights)
     assert outcome.update is not None
     assert same.update is not None

@@ -11,12 +11,8 @@ import pytest
 import torch
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    DeviceLostError,
-    Task,
-)
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
+from fedloom.platform.clients.device import DeviceLostError
 from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,

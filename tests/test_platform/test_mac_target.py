@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.platform.clients.training import Score
+from fedloom.platform.clients.evaluation import Score
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World

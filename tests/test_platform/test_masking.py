@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker

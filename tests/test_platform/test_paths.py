@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fedloom.platform.clients.path_samplers import GreedyPaths, RejectionPaths, path_sampler
+from fedloom.platform.methods.fedoras_sampling import GreedyPaths, RejectionPaths, path_sampler
 from fedloom.platform.spaces.slices import Subspace
 from fedloom.tiers.costs import CostTable
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.platform.clients.evaluation import Score, evaluate
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import Score, evaluate
 from fedloom.platform.methods.silo_search import (
     ScoreOf,
     by_importance,

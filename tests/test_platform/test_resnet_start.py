@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedloom.platform.clients.stacked import layers_stack
+from fedloom.platform.clients.stacks import layers_stack
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.initialisation import UniformConvolution, initialise, on_meta

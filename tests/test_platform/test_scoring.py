@@ -9,11 +9,12 @@ import torch
 
 from fedloom.platform.clients import scoring
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
+from fedloom.platform.clients.evaluation import estimate_statistics, evaluate
 from fedloom.platform.clients.networks import AVERAGED, Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import LocalSGD, estimate_statistics, evaluate
+from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import TestReadError
 from fedloom.platform.federation.config import RunConfig

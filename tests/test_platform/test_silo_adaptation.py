@@ -13,15 +13,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    Task,
-    TaskError,
-)
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, TaskError
+from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, evaluate, train_locally
+from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
 from fedloom.platform.clients.training import LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker

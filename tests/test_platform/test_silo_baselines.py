@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    Measurement,
-    Task,
-)
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, Task
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
@@ -310,7 +305,7 @@ def test_what_ditto_sends_is_what_fedavg_sends_and_nothing_of_the_silos_own(fede
     state = Personal(elsewhere(federation.weights), {}).packed()
     outcome = federation.do(TrainDitto(SUBNET, LOCAL, 0.3, RULES), state)
     # By a worker of its own: what is sent may lie in a worker's module.
-    alone = replace(federation, worker=Worker(federation.world.spec)).do(Train(SUBNET, LOCAL, use_validation=True))
+    alone = replace(federation, worker=Worker(federation.world.spec)).do(Train(SUBNET, LOCAL, validation="trained"))
     assert_same(sent(outcome), sent(alone))
     assert outcome.update is not None
     assert alone.update is not None
@@ -352,7 +347,7 @@ def accuracy(module: nn.Module, data: Data) -> float:
 
 
 def test_a_score_on_validation_data_is_of_the_weights_that_are_sent(federation: Federation) -> None:
-    for task in (Train(SUBNET, LOCAL, scored=True), TrainMeta(SUBNET, LOCAL, 0.05, RULES, False, True)):
+    for task in (Train(SUBNET, LOCAL, validation="scored"), TrainMeta(SUBNET, LOCAL, 0.05, RULES, False, True)):
         outcome = federation.do(task)
         module = federation.module()
         module.load_state_dict(sent(outcome))

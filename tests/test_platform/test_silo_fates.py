@@ -14,9 +14,9 @@ from torch import Tensor
 import fedloom.platform.runs.run as run_module
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult
+from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import evaluate
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, FailuresConfig, RunConfig, TiersConfig

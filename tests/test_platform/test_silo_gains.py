@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.evaluation import Score, evaluate
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, Score, evaluate, train_locally
+from fedloom.platform.clients.training import SGD, LocalSGD, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedloom.platform.clients.assignments import Assignment, own_copy
 from fedloom.platform.clients.local_rules import pull_towards
-from fedloom.platform.clients.mixed import MixedNetwork
+from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
 from fedloom.platform.clients.training import SGD, LocalSGD, resumed
 from fedloom.platform.clients.worker import Worker

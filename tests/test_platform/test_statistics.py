@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult
+from fedloom.platform.clients.evaluation import Score, estimate_statistics, evaluate
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import ScoreSubnet, calibration_samples, score_subnets, scored_subnet
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import LocalSGD, Samples, Score, estimate_statistics, evaluate
+from fedloom.platform.clients.training import LocalSGD, Samples
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world

@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fedloom.platform.clients.path_samplers import GreedyPaths
-from fedloom.platform.clients.subspace import CommunicationBudget, sample_subspace
+from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, GreedyPaths, sample_subspace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, own_randomness, train_locally
+from fedloom.platform.clients.training import SGD, LocalSGD, train_locally
+from fedloom.platform.clients.worker import own_randomness
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.registry import build_space

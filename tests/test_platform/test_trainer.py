@@ -18,7 +18,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
-from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.trainer import Train, validation_use
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
@@ -76,7 +76,7 @@ def test_architectures_and_subspaces_as_text() -> None:
 
 
 def test_a_client_that_trains_on_its_validation_data_too_is_counted_with_it(setting: Setting) -> None:
-    task = Train(Paths(((0,), (2,), (3,)), math.inf), LOCAL, use_validation=True)
+    task = Train(Paths(((0,), (2,), (3,)), math.inf), LOCAL, validation="trained")
     counted = task.account(setting.worker, Assignment("train", 0, 3, "tier1", task))
     ran, data = setting.do(task), setting.world.data
     assert counted.samples == ran.samples == data.size(3, "train") + data.size(3, "validation")
@@ -293,8 +293,9 @@ def test_a_clients_result_does_not_depend_on_what_the_worker_did_before(setting:
 def test_a_client_that_is_asked_to_scores_what_it_trained(setting: Setting) -> None:
     task = Train(Subnet((0, 2, 3)), LOCAL)
     assert setting.do(task).measurements == ()
-    assert setting.do(replace(task, scored=True, use_validation=True)).measurements == (), "it trained on that data"
-    outcome = setting.do(replace(task, scored=True))
+    both = replace(task, validation=validation_use(trained=True, scored=True))
+    assert setting.do(both).measurements == (), "it trained on that data"
+    outcome = setting.do(replace(task, validation="scored"))
     # With the statistics that it has measured in training, as a model of its own has.
     trained = {**setting.weights, **tensors_of(outcome)}
     setting.weights = {n: trained[piece.source] for n, piece in setting.world.space.slices((0, 2, 3)).items()}

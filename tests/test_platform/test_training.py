@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import (
     SGD,
@@ -17,7 +18,6 @@ from fedloom.platform.clients.training import (
     batch_indices,
     endless_batches,
     epoch_sizes,
-    evaluate,
     train_locally,
 )
 from fedloom.platform.data.augment import NO_AUGMENTATION

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.objectives import IGNORED, Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, batch_sizes, evaluate, train_locally
+from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, batch_sizes, train_locally
 from fedloom.platform.federation.training_config import TrainingConfig, learning_rate
 from fedloom.platform.seeding import torch_stream
 

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.clients.distillation import Taught
+from fedloom.platform.clients.evaluation import estimate_statistics
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.objectives import DistilledLoss, Objective
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import LocalSGD, estimate_statistics
+from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import ObjectiveConfig, RunConfig, TiersConfig
@@ -159,7 +159,7 @@ def test_widths_are_drawn_alike_and_their_macs_counted(width_config: Make) -> No
 
 
 def test_the_loss_of_self_distillation_by_hand() -> None:
-    taught, objective = Taught(0.75, 2.0), Objective()
+    taught, objective = DistilledLoss(0.75, 2.0), Objective()
     teacher, student = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 4.0]])
     target = torch.tensor([0])
     for _ in range(2):  # two batches
@@ -330,7 +330,7 @@ def test_rules_that_keep_tensors_by_channel_do_not_roll(width_config: Make, trai
 def test_kl_is_torchs() -> None:
     logits, teacher = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 0.5]])
     expected = F.kl_div(F.log_softmax(logits, 1), F.softmax(teacher, 1), reduction="batchmean")
-    taught = Taught(1.0, place=1, teacher=teacher)
+    taught = DistilledLoss(1.0, passes_made=1, teacher=teacher)
     taught.passed(logits)
     assert float(taught.loss(Objective(), logits, torch.tensor([0]))) == pytest.approx(float(expected), rel=1e-6)
 

@@ -1,10 +1,11 @@
-"""How networks compute on a worker: precision, memory format of images, and torch's choice of algorithms."""
+"""How a process computes on its device: precision, memory format, torch's algorithms, peak memory, lost devices."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -99,3 +100,57 @@ def _in_precision(forward: Callable[..., Any], device: torch.device, precision: 
         return outputs.float() if isinstance(outputs, Tensor) else outputs
 
     return cast
+
+
+@cache
+def _proc(name: str, flags: int, pid: int) -> int | None:
+    """The descriptor of a file of /proc, opened once: opening it per client costs more than reading it."""
+    try:
+        return os.open(f"/proc/{pid}/{name}", flags)
+    except OSError:
+        return None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new measurement; on the CPU it resets Linux's high-water mark of the resident set.
+
+    Without permission to reset it, the measurement is the process's peak so far, an upper bound.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    clear = _proc("clear_refs", os.O_WRONLY, os.getpid())
+    if clear is not None:
+        os.pwrite(clear, b"5", 0)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes since the last reset: allocated device memory on a GPU, the process's resident set on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    file = _proc("status", os.O_RDONLY, os.getpid())
+    if file is None:
+        return 0
+    status = os.pread(file, 4096, 0)
+    at = status.find(b"VmHWM:")
+    return int(status[at + 6 : status.find(b"kB", at)]) * 1024 if at >= 0 else 0
+
+
+class DeviceLostError(RuntimeError):
+    """The process's device fails, and with it all its further work: another process has to repeat the work."""
+
+
+def check_device(error: BaseException) -> None:
+    """Raises DeviceLostError for an error after which a process cannot use its device any more, or one caused by it.
+
+    Such are CUDA's errors (a failed assertion, an illegal address, ECC); too little memory is not among them.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        text = " ".join(map(str, cause.args))  # a user's exception may fail to say what it is
+        # torch before 2.8 has no AcceleratorError and raises a RuntimeError with the same text.
+        sticks = type(cause).__name__ == "AcceleratorError" or text.startswith("CUDA error:")
+        is_memory = "out of memory" in text or "ALLOC_FAILED" in text
+        if isinstance(cause, RuntimeError) and sticks and not is_memory:
+            raise DeviceLostError(f"{type(cause).__name__}: {next(iter(text.splitlines()), '')}") from error
+        cause = cause.__cause__

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.clients import together
+from fedloom.platform.clients import stacks
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.local_rules import LocalClient
-from fedloom.platform.clients.stacked import layers_stack
+from fedloom.platform.clients.stacks import layers_stack
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.artefact import IntArray
@@ -117,14 +117,14 @@ def unchanged(assignments: list[Assignment]) -> None:
 def round_of(tiny_config: Make, data: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
     """One round of all clients, trained in stacks of `stack`; keywords change the training."""
     trained: list[int] = []
-    real = together.train_stack
+    real = stacks.train_stack
 
     def counted(stack: Any, *others: Any) -> Any:
         found = real(stack, *others)
         trained.append(len(stack.members))
         return found
 
-    monkeypatch.setattr(together, "train_stack", counted)
+    monkeypatch.setattr(stacks, "train_stack", counted)
 
     def go(
         space: str,
@@ -226,7 +226,7 @@ def test_a_stack_without_enough_memory_fails_by_name_and_does_not_change_the_bit
     def small(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(together, "train_stack", small)
+    monkeypatch.setattr(stacks, "train_stack", small)
     reports = round_of("groups", "6").result.client_results
     assert {r.status for r in reports} == {"failed"}
     assert all("raise tiers.num_gpus, or lower the batch size or executor.stack_clients" in r.error for r in reports)
@@ -245,7 +245,7 @@ def test_of_a_diverging_client_only_its_own_row_fails(round_of: Any, monkeypatch
     alone, together_ = round_of("groups", "off"), round_of("groups", "6")
     assert [r.status for r in together_.result.client_results] == ["ok", "ok", "failed", "ok", "ok", "ok"]
     assert "the training loss is nan" in together_.result.client_results[2].error
-    assert [r.fallback for r in together_.result.client_results] == [None, None, together.DIVERGED, None, None, None]
+    assert [r.fallback for r in together_.result.client_results] == [None, None, stacks.DIVERGED, None, None, None]
     assert_close(alone, together_)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.clients.device import AUTOCAST, WORKSPACE, Kernels, set_up_process
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
-from fedloom.platform.clients.kernels import AUTOCAST, WORKSPACE, Kernels, set_up_process
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig

@@ -1,0 +1,230 @@
+"""Evaluation of a network on data: loss, metrics, running statistics, a confusion matrix, a written paragraph."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom.platform.clients.assignments import CONFUSION, PARAGRAPH, Measurement
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.slices import architecture_id
+
+if TYPE_CHECKING:
+    from fedloom.platform.clients.objectives import Objective
+    from fedloom.platform.clients.training import Samples
+    from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.spaces.slices import Architecture
+
+EVALUATED = 256
+"""Samples per batch of an evaluation whose result does not depend on it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean loss and accuracy over the targets of `samples` samples (one target per image, or per position of a text).
+
+    `more` holds the objective's further metrics by name.
+    """
+
+    loss: float
+    metric: float
+    samples: int
+    per_position: bool = False
+    more: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Sums:
+    """Sums over the targets of the batches that a network has seen, left on the device."""
+
+    loss: Tensor
+    metric: Tensor  # a metric of one's own need not be a count
+    more: dict[str, Tensor] = field(default_factory=dict)
+    targets: Tensor | int = 0  # on the device, if it depends on the data: it is read once, at the end
+
+    def add(self, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
+        self.loss += objective.loss_sum(outputs, y_B).double()
+        self.metric += objective.metric_sum(outputs, y_B).double()
+        self.targets = self.targets + objective.counted(outputs, y_B)
+        for name, value in objective.more(outputs, y_B).items():
+            self.more[name] = self.more.get(name, torch.zeros_like(self.loss)) + value.double()
+
+    def score(self, y: Tensor) -> Score:
+        targets = int(self.targets)
+        means = {name: value.item() / targets for name, value in self.more.items()}
+        loss, metric = self.loss.item() / targets, self.metric.item() / targets
+        return Score(loss, metric, len(y), y.dim() > 1, means)
+
+
+def evaluate(
+    forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, sizes: list[int] | None = None
+) -> Score:
+    """Mean loss and metric of `forward` over all targets, in batches, of the given sizes if they matter."""
+    return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, sizes)[0]
+
+
+@torch.no_grad()
+def evaluate_all(
+    outputs_of: Callable[[Tensor], Iterable[Tensor]],
+    networks: int,
+    data: Samples,
+    objective: Objective,
+    sizes: list[int] | None = None,
+) -> list[Score]:
+    """The scores of several networks, whose outputs `outputs_of` gives for a batch; every batch is loaded once."""
+    x, y = data
+    if len(y) == 0:
+        return [Score(math.nan, math.nan, 0)] * networks
+    zero = torch.zeros((), dtype=torch.float64, device=x.device)
+    sums = [_Sums(zero.clone(), zero.clone()) for _ in range(networks)]
+    # The logits of every position make a batch of texts far larger than one of images.
+    split = sizes or (EVALUATED if y.dim() == 1 else EVALUATED // 8)
+    for x_B, y_B in zip(torch.split(x, split), torch.split(y, split), strict=True):
+        for of_network, outputs in zip(sums, outputs_of(x_B), strict=True):
+            of_network.add(outputs, y_B, objective)
+    return [of_network.score(y) for of_network in sums]
+
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+@torch.no_grad()
+def estimate_statistics(
+    module: nn.Module,
+    x: Tensor,
+    batch_size: int = 128,
+    *,
+    forward: Callable[[Tensor], object] | None = None,
+    norms: Iterable[BatchNorm] | None = None,
+) -> None:
+    """Replaces the running statistics of the module's batch norms by those of the inputs `x` (n, ...).
+
+    `forward` runs a path of a supernet, and `norms` are the path's; by default all of a stand-alone module's. Every
+    batch has the same weight, as in the cumulative mean of once-for-all's calibration (Cai et al. 2020).
+    """
+    forward = module if forward is None else forward
+    norms = [part for part in module.modules() if isinstance(part, BatchNorm)] if norms is None else [*norms]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.train()
+    # The batches differ by at most one sample, because they have the same weight and a batch of one sample may have no
+    # variance. Each takes every k-th sample: if samples are grouped by client, consecutive ones have less variance.
+    batches = math.ceil(len(x) / batch_size)
+    try:
+        for first in range(batches):
+            for norm in norms:
+                # What torch computes for a momentum of None, but from its own count, which is on the device.
+                norm.momentum = 1.0 / (first + 1)
+            forward(x[first::batches])
+    finally:  # a worker uses the module again after an error
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            norm.eval()
+
+
+# -- the details of a final evaluation --------------------------------------------------------------------------------
+
+MOST_CLASSES = 35
+"""Confusion matrices of more classes could not be read."""
+PROMPT, WRITTEN = 20, {"characters": 300, "words": 60}
+"""Tokens of the test text that are given, and tokens that are written."""
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Predictions:
+    """A forward pass that remembers what it predicted, of whole samples alone: not of every position of a text."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.classes: list[Tensor] = []
+
+    def __call__(self, x_B: Tensor) -> Tensor:
+        outputs = self.forward(x_B)
+        if outputs.dim() == 2:
+            self.classes.append(outputs.argmax(dim=1))
+        return outputs
+
+
+def details_of(
+    worker: Worker, forward: Predictions, data: Samples, model: str, architecture: Architecture
+) -> list[Measurement]:
+    """The confusion matrix of a classifier that has predicted the data, the paragraph of a language model."""
+    names, shown = worker.class_names(architecture), architecture_id(architecture)
+    if data[1].dim() == 1:
+        return confusion(forward.classes, data[1], names, model, shown)
+    return paragraph(worker, forward.forward, data, names, model, shown)
+
+
+def confusion(
+    predicted: Sequence[Tensor], targets: Tensor, names: Sequence[str], model: str, architecture: str
+) -> list[Measurement]:
+    """One measurement for each pair of a class and a prediction that occurs: the number of samples, of the class's.
+
+    `detail` is JSON: the names of the class and of the prediction. Empty for more than `MOST_CLASSES`.
+    """
+    classes = len(names)
+    if classes > MOST_CLASSES or targets.dim() != 1 or not predicted:
+        return []
+    pairs = (targets * classes + torch.cat(list(predicted))).cpu().numpy()
+    counts = np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+    return [
+        Measurement(
+            *(model, architecture, "test", CONFUSION, float(counts[true, guess]), int(counts[true].sum())),
+            detail=json.dumps([names[true], names[guess]], ensure_ascii=False),
+        )
+        for true, guess in zip(*np.nonzero(counts), strict=True)
+    ]
+
+
+@torch.no_grad()
+def paragraph(
+    worker: Worker, forward: Forward, data: Samples, names: Sequence[str], model: str, architecture: str
+) -> list[Measurement]:
+    """A text that a language model goes on with after the beginning of a test text, drawn token by token.
+
+    The value is the mean loss of what is written, in nats per token; `detail` is JSON: the beginning, and what is
+    written after it. The draws depend only on the run's seed and the model's name.
+    """
+    x, y = data
+    ends = (y >= 0).sum(dim=1) if y.dim() == 2 else y
+    whole = torch.nonzero(ends == x.shape[1]).flatten()
+    if y.dim() != 2 or not len(whole):
+        return []
+    by_character = 2 * sum(len(name) == 1 for name in names) > len(names)
+    length, count = x.shape[1], WRITTEN["characters" if by_character else "words"]
+    tokens = x[whole[0], : min(PROMPT, length)].tolist()
+    begin = len(tokens)
+    special = torch.tensor([is_special(name) for name in names], device=x.device)
+    generator, losses = torch_stream(worker.spec.training_seed, PARAGRAPH, model), list[float]()
+    for _ in range(count):
+        window = tokens[-length:]
+        padded = torch.tensor([[*window, *[window[-1]] * (length - len(window))]], device=x.device)
+        logits = forward(padded)[0, :, len(window) - 1].float()
+        if not bool(torch.isfinite(logits).all()):
+            return []  # a diverged model writes nothing
+        chances = logits.masked_fill(special, -torch.inf).softmax(dim=0).cpu()
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        losses.append(-float(chances[tokens[-1]].log()))
+    texts = [joined([names[t] for t in part], by_character) for part in (tokens[:begin], tokens[begin:])]
+    detail = json.dumps(texts, ensure_ascii=False)
+    return [Measurement(model, architecture, "test", PARAGRAPH, float(np.mean(losses)), count, detail=detail)]
+
+
+def is_special(name: str) -> bool:
+    """Whether a token is none of a text's: padding, an unknown one, a beginning; ends are line breaks."""
+    return len(name) > 2 and name.startswith("<") and name.endswith(">") and name != "<eos>"
+
+
+def joined(names: Sequence[str], by_character: bool) -> str:
+    """Tokens as text; what is special is left out, and ends are line breaks."""
+    shown = ["\n" if name == "<eos>" else name for name in names if not is_special(name)]
+    return ("" if by_character else " ").join(shown)

@@ -1,0 +1,372 @@
+"""Clients that train the same network with the same hyper-parameters, trained together as one batch.
+
+The clients' weights are stacked along a new first axis (K, ...), and one vectorised forward and backward pass serves
+all of them: many small matrix products become few large ones. Every client keeps its own random streams, batches,
+momentum and local rule; what it computes is what it would compute alone, up to rounding.
+
+Clients that have finished leave the stack: they are sorted by their numbers of steps, so that those at work are always
+the first ones, views of the stacked tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, client_of, own_copy, places_of
+from fedloom.platform.clients.device import check_device, peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.local_rules import LocalClient, LocalRule, local_client, local_rule
+from fedloom.platform.clients.networks import Network, Subnet, in_task
+from fedloom.platform.clients.objectives import IGNORED, LastPosition, Objective, TopK
+from fedloom.platform.clients.trainer import Train, TrainedNetwork, received
+from fedloom.platform.clients.training import (
+    SGD,
+    Correction,
+    LocalSGD,
+    Samples,
+    Seen,
+    Trained,
+    batch_indices,
+    batch_sizes,
+    gradient_of,
+)
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.augment import augment_stack, augmentation
+from fedloom.platform.data.on_device import upload
+from fedloom.platform.plugins import ends_process, in_one_line
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.base import SearchSpace, once
+from fedloom.platform.spaces.initialisation import UniformConvolution, on_meta
+from fedloom.platform.spaces.slices import Architecture, Slice, Weights, architecture_id
+
+BY_SAMPLE = (
+    *(nn.Conv1d, nn.Conv2d, UniformConvolution, nn.Linear, nn.Flatten, nn.Identity, nn.GroupNorm, nn.LayerNorm),
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.Tanh, nn.Sigmoid),
+    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+)
+"""Layers whose stacked form torch computes in one call, and which treat every sample alone."""
+BY_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d)
+"""Those that do not treat every sample alone: only batches of the same size are stacked."""
+OBJECTIVES = (Objective, LastPosition, TopK)
+
+DIVERGED = "its loss in the stack was not finite"
+"""Why a client is trained again alone, which says where."""
+
+
+# -- what can be stacked ----------------------------------------------------------------------------------------------
+
+
+def common_subnet(tasks: Sequence[Task]) -> Subnet | None:
+    """The subnet that all tasks train in the same way but for the clients' shares; None if they differ in more.
+
+    None as well for a local rule with passes of its own, which need a module for each client.
+    """
+    first = tasks[0] if tasks else None
+    if not isinstance(first, Train) or not isinstance(first.network, Subnet):
+        return None
+    if local_rule(first.local.rule).extra_passes:
+        return None
+    return first.network if all(task is first or task == first for task in tasks) else None
+
+
+def skeleton(space: SearchSpace, architecture: Architecture) -> nn.Module | None:
+    """A subnet without values, whose layers are called with the tensors of many clients; None if some cannot be."""
+
+    def build(space: SearchSpace) -> nn.Module | None:
+        module = on_meta(partial(space.build_subnet, architecture)).train()
+        return module if layers_stack(module) else None
+
+    return once(space, f"skeleton {architecture_id(architecture)}", build)
+
+
+def layers_stack(module: nn.Module) -> bool:
+    """Whether all layers of a network can be computed for many clients at once."""
+    return all(type(part) in (*BY_SAMPLE, *BY_BATCH) for part in module.modules() if not list(part.children()))
+
+
+def _stackable(worker: Worker, assignments: Sequence[Assignment], most: int) -> list[list[int]]:
+    """The places of clients that can be trained as one batch, at least two in each."""
+    places = [i for i, a in enumerate(assignments) if a.client_id is not None and not a.dropped]
+    subnet = common_subnet([assignments[i].task for i in places])
+    if subnet is None or type(worker.objective) not in OBJECTIVES or worker.data.dataset.kind == "tokens":
+        return []
+    module = skeleton(worker.space, subnet.architecture)
+    if module is None:
+        return []
+    needs_equal_batches = any(isinstance(part, BY_BATCH) for part in module.modules())
+    groups: dict[int, list[int]] = {}
+    for i in places:
+        splits = _task(assignments[i]).splits
+        samples = sum(worker.data.size(client_of(assignments[i]), split) for split in splits)
+        groups.setdefault(samples if needs_equal_batches else 0, []).append(i)
+    parts = [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
+    return [part for part in parts if len(part) > 1]
+
+
+def _task(assignment: Assignment) -> Train:
+    assert isinstance(assignment.task, Train), "the tasks are alike"
+    return assignment.task
+
+
+# -- a chunk's clients ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StackedTask:
+    """A task whose result is known, because its client was trained in a stack; or the error of that."""
+
+    result: ClientResult | Exception
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Returns the result, or raises the error."""
+        del worker, assignment, weights
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """What became of a chunk's clients, by place: those whose result is known, and why others are trained alone.
+
+    Those in neither were not in a stack.
+    """
+
+    tasks: dict[int, StackedTask] = field(default_factory=dict)
+    fallbacks: dict[int, str] = field(default_factory=dict)
+
+
+def train_in_stacks(
+    worker: Worker, assignments: Sequence[Assignment], weights: Weights, most: int, begins: Callable[[int], None]
+) -> Stacked:
+    """Trains a chunk's clients in stacks of up to `most` clients, as far as that is possible.
+
+    All others, and those whose training diverged, are left to be trained one by one, which also says what is wrong and
+    who is to blame. A stack without enough memory fails, because its results would otherwise depend on the share of the
+    GPU. `begins` is told the place of the first client of each stack. Raises DeviceLostError.
+    """
+    done = Stacked()
+    left: list[Sequence[int]] = [range(len(assignments))]
+    try:
+        left = [*_stackable(worker, assignments, most)]
+        while left:
+            places = left[0]
+            begins(places[0])
+            results: Sequence[ClientResult | Exception | None]
+            try:
+                results = _train(worker, [assignments[i] for i in places], weights)
+            except torch.OutOfMemoryError as error:
+                error.__context__ = None  # its frames hold the stack's tensors, whose memory the next stack needs
+                results = [error.with_traceback(None)] * len(places)
+            for i, result in zip(places, results, strict=True):
+                if result is None:
+                    done.fallbacks[i] = DIVERGED
+                else:
+                    done.tasks[i] = StackedTask(result)
+            del left[0]
+    except BaseException as error:
+        if ends_process(error):
+            raise
+        check_device(error)
+        done.fallbacks.update((i, in_one_line(error)) for part in left for i in part)
+    return done
+
+
+@dataclass
+class Member:
+    """One client of a stack: its place among all samples, its random stream, and its local rule with what it sees."""
+
+    assignment: Assignment
+    start: int
+    samples: int
+    generator: torch.Generator
+    rule: LocalRule
+    client: LocalClient
+    correct: Correction | None
+
+
+@dataclass
+class Stack:
+    """The tensors of K clients, stacked by name (K, ...), and all of their samples, one client's after the other's.
+
+    `forward` maps one client's tensors and a batch (B, ...) to logits; `ready` writes a batch of stored samples to
+    a tensor as it takes them. `members` are sorted by their numbers of steps, most first.
+    """
+
+    forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    data: Samples
+    ready: Callable[[Tensor, Tensor], Tensor]
+    members: list[Member] = field(default_factory=list)
+
+
+def _train(worker: Worker, assignments: Sequence[Assignment], weights: Weights) -> list[ClientResult | None]:
+    """The results of clients with the same task, in the order of the assignments; None for one that diverged."""
+    reset_peak_memory(worker.device)
+    started = time.perf_counter()
+    task = _task(assignments[0])
+    assert isinstance(task.network, Subnet), "other networks are not stacked"
+    network, module = task.network.on(worker), skeleton(worker.space, task.network.architecture)
+    assert module is not None, "its layers stack"
+    data, sizes = worker.data.clients([client_of(a) for a in assignments], task.splits)
+    data = in_task(worker, data, network)
+    stack = _stack(worker, module, network, weights, data, len(assignments))
+    starts = list(itertools.accumulate(sizes, initial=0))
+    order = sorted(range(len(sizes)), key=lambda i: -len(batch_sizes(sizes[i], task.local)))
+    for i in order:
+        stack.members.append(_member(worker, assignments[i], network, weights, stack, starts[i], sizes[i]))
+    figures = train_stack(stack, task.local, worker.objective)
+    stacked_tensors = {**stack.parameters, **stack.buffers}
+    results: list[ClientResult | None] = []
+    for i in range(len(assignments)):
+        k = order.index(i)
+        if not math.isfinite(figures[k].loss):
+            results.append(None)
+            continue
+        member = stack.members[k]
+        tensors = {name: stacked_tensors[name][k] for name in network.slices}
+        with torch.no_grad():
+            member.rule.end(member.client)
+        trained = TrainedNetwork(network, tensors, {}, figures[k], tuple(stack.parameters), member.client)
+        if task.validation == "scored":
+            worker.load(network.module, tensors, {name: Slice(name) for name in tensors})
+        client_task = _task(member.assignment)
+        results.append(client_task.finished(worker, member.assignment, trained, member.samples, weights))
+    wall_s, peak = (time.perf_counter() - started) / len(results), peak_memory_bytes(worker.device)
+    return [result and replace(result, wall_s=wall_s, peak_memory_bytes=peak) for result in results]
+
+
+def _stack(worker: Worker, module: nn.Module, network: Network, weights: Weights, data: Samples, clients: int) -> Stack:
+    """The received tensors of all clients, and the forward pass of one."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    one = received(worker, network, weights)
+    copies = {name: t.unsqueeze(0).repeat(clients, *[1] * t.dim()) for name, t in one.items()}
+    parameters = {name: t for name, t in copies.items() if name in trained}
+    buffers = {name: t for name, t in copies.items() if name not in trained}
+    forward = worker.kernels.functional(module, worker.device)
+    return Stack(forward, parameters, buffers, data, worker.data.dataset.normalised)
+
+
+def _member(
+    worker: Worker, assignment: Assignment, network: Network, weights: Weights, stack: Stack, start: int, samples: int
+) -> Member:
+    """The stack's next member; its local rule has begun."""
+    if assignment.state is not None:
+        assignment = replace(assignment, state=own_copy(assignment.state))
+    local = _task(assignment).local
+    parameters = {name: t[len(stack.members)] for name, t in stack.parameters.items()}
+    client = local_client(worker, assignment, network, weights, samples, local, parameters)
+    generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
+    rule = local_rule(local.rule)
+    return Member(assignment, start, samples, generator, rule, client, rule.begin(client))
+
+
+# -- vectorised training ----------------------------------------------------------------------------------------------
+
+
+def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Trained]:
+    """Trains all members on their own batches; their tensors change in place.
+
+    Returns each member's figures; the loss of one whose training diverged is not finite.
+    """
+    members = stack.members
+    labels = [stack.data[1][m.start : m.start + m.samples] if local.balanced else None for m in members]
+    batches = [
+        batch_indices(m.samples, local.batch_size, local.epochs, m.generator, balanced=of)
+        for m, of in zip(members, labels, strict=True)
+    ]
+    augment = augmentation(local.augment)
+    # One for all steps: the memory of a batch of many clients would be asked of the system anew at every step.
+    inputs, most = stack.data[0], min(local.batch_size + 1, max(m.samples for m in members))
+    room = inputs.new_empty((len(members) * most, *inputs.shape[1:]), dtype=torch.float32)
+    seen = [Seen(inputs.device, local.loss_norm) for _ in members]
+    at_work, live, momentum = 0, cast("_Live", None), dict[str, Tensor]()
+    while parts := _next(batches):
+        if len(parts) != at_work:
+            at_work = len(parts)
+            live = _Live(stack, at_work, local, momentum)
+        x, y = _batch(stack, parts, room)
+        if augment is not None:
+            x = augment_stack(augment, x, [len(part) for part in parts], [m.generator for m in members[: len(parts)]])
+        for k, measured in enumerate(zip(*live.step(x, y, objective), strict=True)):
+            seen[k].record(*measured, len(parts[k]))
+        momentum = live.momentum
+    return [part.summed_up(len(part.losses), m.samples * local.epochs) for part, m in zip(seen, members, strict=True)]
+
+
+def _next(batches: Sequence[Iterator[Tensor]]) -> list[Tensor]:
+    """The next batch's indices of every client that has one."""
+    return [indices for indices in (next(of, None) for of in batches) if indices is not None]
+
+
+def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> Samples:
+    """Batches as one (K, B, ...) in `room`, shorter ones filled up with samples that do not count."""
+    most = max(map(len, parts))
+    index = torch.empty((len(parts), most), dtype=torch.int64)
+    for k, part in enumerate(parts):
+        index[k, : len(part)] = part
+        index[k, len(part) :] = 0
+        index[k] += stack.members[k].start
+    all_x, all_y = stack.data
+    flat = upload(index.flatten(), all_x.device)
+    x = stack.ready(all_x.index_select(0, flat), room[: len(flat)])
+    y = all_y.index_select(0, flat).view(*index.shape, *all_y.shape[1:])
+    for k, part in enumerate(parts):
+        y[k, len(part) :] = IGNORED
+    return x.view(*index.shape, *x.shape[1:]), y
+
+
+class _Live:
+    """The first clients of a stack, those that are at work, as tensors that take gradients."""
+
+    def __init__(self, stack: Stack, at_work: int, local: LocalSGD, momentum: Mapping[str, Tensor]) -> None:
+        self._stack, self._clip_norm, self._norm = stack, local.clip_norm, local.loss_norm
+        self._parameters = {n: t[:at_work].detach().requires_grad_() for n, t in stack.parameters.items()}
+        self._buffers = {name: t[:at_work] for name, t in stack.buffers.items()}
+        self._corrections = [member.correct for member in stack.members[:at_work]]
+        unclipped = LocalSGD(1, 1, local.lr, local.momentum, local.weight_decay)
+        self._sgd = SGD(unclipped, self._parameters, None, {n: buffer[:at_work] for n, buffer in momentum.items()})
+
+    @property
+    def momentum(self) -> dict[str, Tensor]:
+        return self._sgd.momentum
+
+    def step(self, x: Tensor, y: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
+        """Makes one step; returns each client's mean loss, and the sums of its metric and its squared losses."""
+        outputs = vmap(self._stack.forward)({**self._parameters, **self._buffers}, x)
+        losses = vmap(objective.loss)(outputs, y)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            correct = vmap(objective.metric_sum)(outputs.detach(), y)
+            squares = (
+                vmap(objective.losses)(outputs.detach(), y).double().square().sum(dim=1) if self._norm else correct
+            )
+            self._correct()
+            if self._clip_norm > 0:
+                self._clip()
+        self._sgd.step()
+        return losses.detach(), correct, squares
+
+    def _correct(self) -> None:
+        for k, correct in enumerate(self._corrections):
+            if correct is not None:
+                for name, parameter in self._parameters.items():
+                    correct(name, parameter.detach()[k], gradient_of(parameter)[k])
+
+    def _clip(self) -> None:
+        """Limits the norm of every client's gradient, as `torch.nn.utils.clip_grad_norm_` does for one."""
+        gradients = [gradient_of(p).flatten(1) for p in self._parameters.values()]
+        norms = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in gradients]).norm(dim=0)
+        shares = (self._clip_norm / (norms + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(shares.unsqueeze(1))
