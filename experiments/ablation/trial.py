@@ -14,10 +14,8 @@ from fedloom.actors.client import accept_shared_memory
 from fedloom.actors.server import make_pool
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.trials import UNSENT
-from fedloom.platform.clients.execution import Executor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
-from fedloom.platform.federation.world import World
 from fedloom.platform.results.copies import MirrorError, fetch, mirror_run
 from fedloom.platform.results.files import ADVICE
 from fedloom.platform.results.lock import OwnedError
@@ -155,13 +153,9 @@ class RunThread:
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
         watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
         resume = (self.job.resume or Resume(run_id)) if paths.artifacts.exists() else None
-        end = run_to_end(self.config, self._executor, watcher, resume, self.job.identity)
+        make = make_serial if self.config.executor.kind == "serial" else make_pool
+        end = run_to_end(self.config, make, watcher, resume, self.job.identity)
         return UNSENT if end.kind == "infrastructure" else end.kind, end.message
-
-    def _executor(self, world: World) -> Executor:
-        if self.config.executor.kind == "serial":
-            return make_serial(world)
-        return make_pool(world)
 
     def _paths(self, run_id: str) -> RunPaths:
         try:
