@@ -28,7 +28,7 @@ from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.store.ablations import write_ablation
 from fedloom.experiments.verify import verified
 from fedloom.platform.federation.config import RayConfig, RunConfig
-from fedloom.platform.results.checkpoint import TensorGroup, load_checkpoint, load_model, save_checkpoint, save_model
+from fedloom.platform.results.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
 from fedloom.platform.results.files import (
     MOST_TEXT_BYTES,
     from_hashed_json,

@@ -16,7 +16,7 @@ import torch
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.checkpoint import TensorGroup, load_checkpoint, save_checkpoint
+from fedloom.platform.results.checkpoint import load_checkpoint, save_checkpoint
 from fedloom.platform.results.copies import Mirror, fetch
 from fedloom.platform.results.manifest import FILE as MANIFEST, manifest_path, problems
 from fedloom.platform.results.paths import find_run, run_paths
