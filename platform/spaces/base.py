@@ -1,11 +1,11 @@
-"""The interface of search spaces, with default implementations, and the costs of single modules."""
+"""The interface of search spaces with default implementations, measurements of modules, and fixed and sliced spaces."""
 
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.spaces.genome import Genome, PlainGenome
-from fedloom.platform.spaces.initialisation import emptied, initialise, on_meta
+from fedloom.platform.spaces.initialisation import blank, emptied, initialise, on_meta
 from fedloom.platform.spaces.slices import (
     Architecture,
+    SlicedSupernet,
     SliceMap,
     architecture_id,
     bytes_of,
@@ -27,37 +28,42 @@ from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, m
 
 # -- costs of single modules on one sample ----------------------------------------------------------------------------
 
-Measure = Callable[[nn.Module, Tensor], float]
-"""Returns the cost of a module on one sample."""
 
+@dataclass(frozen=True)
+class Measure:
+    """One cost of a module: `of(module, x)` gives it, on the device that it needs."""
 
-def measure_of(measure: str) -> tuple[Measure, str]:
-    """The function of a measure, and the device that it needs; ValueError for an unknown measure."""
-    match measure:
-        case "macs":
-            return macs_of, "meta"
-        case "parameters":
-            return lambda module, _x: parameters_of(module), "meta"
-        case "bytes":
-            return lambda module, _x: bytes_of(module.state_dict()), "meta"
-        case "activation_bytes":
-            return activation_bytes_of, "meta"
-        case "latency_s":
-            return lambda module, x: latency_s_of(module, x).median_s, "cpu"
-    raise ValueError(f"unknown measure {measure!r}: known are {', '.join(MEASURES)}, bytes")
+    name: str
+    of: Callable[[nn.Module, Tensor], float]
+    device: str = "meta"
 
+    def cost(self, build: Callable[[], nn.Module], x: Tensor) -> float:
+        """The module's cost on zeros like `x`, a tensor of the meta device; the global generators do not change.
 
-def cost_of(
-    build: Callable[[], nn.Module],
-    input_shape: tuple[int, ...],
-    of: Measure,
-    device: str,
-    input_dtype: torch.dtype = torch.float32,
-) -> float:
-    """A module's cost on an input of zeros; the global generators' states do not change."""
-    torch_device = torch.device(device)
-    with torch.random.fork_rng(devices=[torch_device] if torch_device.type == "cuda" else []):
-        return float(of(ready(build, device), torch.zeros(input_shape, device=torch_device, dtype=input_dtype)))
+        An identity costs nothing, because its input is already in memory.
+        """
+        with torch.random.fork_rng(devices=[]):
+            module = on_meta(build).eval()
+            if isinstance(module, nn.Identity):
+                return 0.0
+            if self.device == "meta":
+                return float(self.of(module, x))
+            # Initialised, because kernels may be slower with NaN.
+            weights = initialise(module, torch.Generator().manual_seed(0))
+            emptied(module, self.device).load_state_dict(weights)
+            return float(self.of(module, zeros_on(self.device, x)))
+
+    def join(self, costs: Iterable[float]) -> float:
+        """The joint cost of parts: their sum, or the maximum of peaks."""
+        return float(sum(costs) if self._reduce == "sum" else max(costs))
+
+    def table(self, fixed: float, options: Iterable[Sequence[float]]) -> CostTable:
+        """The cost table with these costs of the fixed part and of the options."""
+        return CostTable(self.name, fixed, tuple(map(tuple, options)), self._reduce)
+
+    @property
+    def _reduce(self) -> str:
+        return MEASURES.get(self.name, "sum")
 
 
 def zeros_on(device: str, x: Tensor) -> Tensor:
@@ -65,19 +71,27 @@ def zeros_on(device: str, x: Tensor) -> Tensor:
     return x if device == "meta" else torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
-def ready(build: Callable[[], nn.Module], device: str) -> nn.Module:
-    """A module for measurement; initialised unless on the meta device, because kernels may be slower with NaN."""
-    module = on_meta(build).eval()
-    if device == "meta":
-        return module
-    weights = initialise(module, torch.Generator().manual_seed(0))
-    emptied(module, device).load_state_dict(weights)
-    return module
+def measure_of(name: str) -> Measure:
+    """The measure of this name; ValueError for an unknown one."""
+    match name:
+        case "macs":
+            return Measure(name, macs_of)
+        case "parameters":
+            return Measure(name, lambda module, _x: parameters_of(module))
+        case "bytes":
+            return Measure(name, lambda module, _x: bytes_of(module.state_dict()))
+        case "activation_bytes":
+            return Measure(name, activation_bytes_of)
+        case "latency_s":
+            return Measure(name, lambda module, x: latency_s_of(module, x).median_s, "cpu")
+    raise ValueError(f"unknown measure {name!r}: known are {', '.join(MEASURES)}, bytes")
 
 
 # -- spaces -----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
+SLICES_CACHED = 64
+"""The number of architectures whose slices a space keeps."""
 
 
 class SearchSpace(Protocol):
@@ -96,6 +110,8 @@ class SearchSpace(Protocol):
     """Dtype of the inputs: floats for images, int64 for tokens."""
     channels_last: bool = False
     """Whether its networks of images compute faster with the channels last, on most machines."""
+    _decision_kind: str = "decision"
+    """The word for a decision in messages."""
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
@@ -143,16 +159,26 @@ class SearchSpace(Protocol):
 
     def validate(self, architecture: Architecture) -> None:
         """Raises ValueError naming the invalid decision if the architecture is outside the space."""
-        if len(architecture) != len(self.options):
-            raise ValueError(
-                f"an architecture of {self.name} has {len(self.options)} decisions, given {len(architecture)}"
-            )
+        self._check_length("an architecture", architecture)
         for decision, option in enumerate(architecture):
-            if not (isinstance(option, (int, np.integer)) and 0 <= option < self.options[decision]):
-                raise ValueError(
-                    f"decision {decision} of {self.name} has the options 0 to {self.options[decision] - 1}, "
-                    f"given {option!r}"
-                )
+            self._check_option(decision, option)
+
+    def _check_length(self, what: str, decisions: Sequence[object]) -> None:
+        if len(decisions) != len(self.options):
+            needed = f"{len(self.options)} {self._decision_kind}s"
+            raise ValueError(f"{what} of {self.name} has {needed}, given {len(decisions)}")
+
+    def _check_option(self, decision: int, option: int) -> None:
+        if not (isinstance(option, (int, np.integer)) and 0 <= option < self.options[decision]):
+            what, choices = self._decision_name(decision), self._choices(decision)
+            raise ValueError(f"{what} of {self.name} has the {choices}, given {option!r}")
+
+    def _decision_name(self, decision: int) -> str:
+        """A decision's name in messages."""
+        return f"{self._decision_kind} {decision}"
+
+    def _choices(self, decision: int) -> str:
+        return f"options 0 to {self.options[decision] - 1}"
 
     def sample(self, rng: np.random.Generator) -> Architecture:
         """A uniformly drawn architecture."""
@@ -172,13 +198,15 @@ class SearchSpace(Protocol):
         try:
             architecture = parse_architecture(text)
         except ValueError:
-            example = architecture_id(tuple(0 for _ in self.options))
             raise ValueError(
-                f"{text!r} is no architecture of {self.name}: give smallest, largest, or an option for each of the "
-                f"{len(self.options)} decisions, such as {example}"
+                f"{text!r} is no architecture of {self.name}: give smallest, largest, {self._examples()}"
             ) from None
         self.validate(architecture)
         return architecture
+
+    def _examples(self) -> str:
+        example = architecture_id((0,) * len(self.options))
+        return f"or an option for each of the {len(self.options)} {self._decision_kind}s, such as {example}"
 
     def label(self, architecture: Architecture) -> str:
         """A readable name of an architecture, which `parse` accepts."""
@@ -198,11 +226,16 @@ class SearchSpace(Protocol):
     @property
     def parameter_names(self) -> frozenset[str]:
         """The names of the supernet's trained tensors; all others are buffers."""
-        return once(self, "facts", _facts).parameters
+        return once(self, "parameter_names", lambda _: frozenset(n for n, _ in self._meta_supernet.named_parameters()))
+
+    @property
+    def _meta_supernet(self) -> nn.Module:
+        """The supernet on the meta device: names and shapes of its tensors."""
+        return once(self, "supernet", lambda _: on_meta(self.build_supernet).eval())
 
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial supernet tensors (parameters and buffers), drawn only from the generator."""
-        return initialise(on_meta(self.build_supernet), generator)
+        return initialise(self._meta_supernet, generator)
 
     def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial tensors of one stand-alone subnet by their names, drawn only from the generator."""
@@ -212,6 +245,10 @@ class SearchSpace(Protocol):
     def slices(self, architecture: Architecture) -> SliceMap:
         """The slice of each subnet tensor; by default the leading entries of the supernet tensor of the same name."""
         self.validate(architecture)
+        cached = once(self, "slices", lambda _: lru_cache(SLICES_CACHED)(self._leading_slices))
+        return dict(cached(tuple(architecture)))
+
+    def _leading_slices(self, architecture: Architecture) -> SliceMap:
         shapes = supernet_shapes(self)
         subnet = on_meta(partial(self.build_subnet, architecture)).state_dict()
         strange = [name for name in subnet if name not in shapes]
@@ -227,11 +264,25 @@ class SearchSpace(Protocol):
         `measure` is one of `fedloom.tiers.measure.MEASURES`, or bytes (of all sent tensors, buffers included). Latency
         is measured on this host's CPU, part by part. Raises ValueError for an unknown measure.
         """
-        return once(self, measure, lambda space: space._table_of(measure, *measure_of(measure)))
+        return once(self, measure, lambda _: self._table_of(measure_of(measure)))
 
-    def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
-        """The costs as measured on the device; by default an option's is the difference that it makes to a subnet."""
-        return _table_by_differences(self, measure, of, device)
+    def _table_of(self, measure: Measure) -> CostTable:
+        """The costs as measured; by default an option's is the difference that it makes to a subnet."""
+        x = samples_of(self)
+
+        def cost(architecture: Architecture) -> float:
+            return measure.cost(partial(self.build_subnet, architecture), x)
+
+        first = (0,) * len(self.options)
+        base = cost(first)
+        rows = [
+            [cost((*first[:d], option, *first[d + 1 :])) - base if option else 0.0 for option in range(count)]
+            for d, count in enumerate(self.options)
+        ]
+        # Options must not have negative costs: the cost of each decision's cheapest option is moved to the fixed part.
+        least = [min(row) for row in rows]
+        options = [[value - low for value in row] for row, low in zip(rows, least, strict=True)]
+        return measure.table(base + sum(least), options)
 
     def cheapest(self, table: CostTable) -> Architecture:
         """The architecture with the lowest cost by this table, which every client can train."""
@@ -242,45 +293,133 @@ class SearchSpace(Protocol):
         return table.fixed
 
 
-def once(space: SearchSpace, what: str, find: Callable[[SearchSpace], T]) -> T:
-    """A property of a space, found at the first call and then kept with it."""
-    known: dict[str, T] = vars(space).setdefault("_found_out", {})
+def once(space: SearchSpace, what: str, compute: Callable[[SearchSpace], T]) -> T:
+    """A property of a space, computed at the first call and then kept with it."""
+    known: dict[str, T] = vars(space).setdefault("_computed", {})
     if what not in known:
-        known[what] = find(space)
+        known[what] = compute(space)
     return known[what]
 
 
 def supernet_shapes(space: SearchSpace) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of a supernet's tensors, buffers included."""
-    return once(space, "facts", _facts).shapes
+    """The shapes of a supernet's tensors, buffers included, in state-dict order."""
+
+    def compute(space: SearchSpace) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(t.shape) for name, t in on_meta(space.build_supernet).state_dict().items()}
+
+    return once(space, "shapes", compute)
+
+
+def samples_of(space: SearchSpace, count: int = 1) -> Tensor:
+    """A batch of samples on the meta device."""
+    return torch.zeros((count, *space.input_shape), dtype=space.input_dtype, device="meta")
+
+
+# -- fixed networks, which are trained without a search ---------------------------------------------------------------
+
+
+class FixedDesign(Protocol):
+    """A network's name, input shape and construction."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def input_shape(self) -> tuple[int, ...]: ...
+
+    def build(self) -> nn.Module:
+        """The network, called as `forward(x)`."""
+        ...
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """Cached properties of a supernet."""
+class FixedNetwork:
+    """A network of the user's own: `build()` makes the module, which is called as `forward(x)`."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    parameters: frozenset[str]
-
-
-def _facts(space: SearchSpace) -> _Facts:
-    module = on_meta(space.build_supernet)
-    shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
-    return _Facts(shapes, frozenset(name for name, _ in module.named_parameters()))
+    name: str
+    input_shape: tuple[int, ...]
+    build: Callable[[], nn.Module]
 
 
-def _table_by_differences(space: SearchSpace, measure: str, of: Measure, device: str) -> CostTable:
-    def cost(architecture: Architecture) -> float:
-        build = partial(space.build_subnet, architecture)
-        return cost_of(build, (1, *space.input_shape), of, device, space.input_dtype)
+class FixedSpace(SearchSpace):
+    """A network as a space of one architecture, `(0,)`."""
 
-    first = tuple(0 for _ in space.options)
-    base = cost(first)
-    rows = [
-        [cost((*first[:decision], option, *first[decision + 1 :])) - base if option else 0.0 for option in range(count)]
-        for decision, count in enumerate(space.options)
-    ]
-    # Options must not have negative costs: the cost of each decision's cheapest option is moved to the fixed part.
-    least = [min(row) for row in rows]
-    options = tuple(tuple(value - low for value in row) for row, low in zip(rows, least, strict=True))
-    return CostTable(measure, base + sum(least), options, MEASURES.get(measure, "sum"))
+    def __init__(self, design: FixedDesign) -> None:
+        self.design = design
+        self.name = design.name
+        self.input_shape = tuple(design.input_shape)
+        self.options = (1,)
+
+    def validate(self, architecture: Architecture) -> None:
+        """Raises ValueError for anything but the one architecture."""
+        if tuple(architecture) != (0,):
+            raise ValueError(f"{self.name} has one architecture, (0,), given {architecture}")
+
+    def build_supernet(self) -> nn.Module:
+        """The network, called with `(x, architecture)`; floating tensors are NaN until weights are loaded."""
+        network = blank(self.design.build)
+        network.register_forward_pre_hook(lambda _network, inputs: inputs[:1])
+        return network
+
+    def build_subnet(self, architecture: Architecture) -> nn.Module:
+        """The same network, `forward(x)`; floating tensors are NaN until weights are loaded."""
+        self.validate(architecture)
+        return blank(self.design.build)
+
+
+# -- subnets that are leading slices of the largest network -----------------------------------------------------------
+
+
+class SlicedSpace(SearchSpace):
+    """A space whose options are in ascending order of their size; a subclass builds the network of an architecture."""
+
+    @abstractmethod
+    def _network(self, architecture: Architecture) -> nn.Module:
+        """The network, `forward(x)`, with its modules' default initialisation."""
+
+    @property
+    def slices_tensors(self) -> bool:
+        return True
+
+    @property
+    def smallest(self) -> Architecture:
+        return (0,) * len(self.options)
+
+    @property
+    def largest(self) -> Architecture:
+        """The supernet itself."""
+        return tuple(n - 1 for n in self.options)
+
+    def cheapest(self, table: CostTable) -> Architecture:
+        """The smallest subnet, by any measure."""
+        del table
+        return self.smallest
+
+    def common_cost(self, table: CostTable) -> float:
+        """The cost of the smallest subnet, because no part of it can be left out."""
+        return table.cost(self.smallest)
+
+    def parse(self, text: str) -> Architecture:
+        """Parses an architecture; of one decision also every label. ValueError for one that the space does not have."""
+        known = {self.label((i,)): (i,) for i in range(self.options[0])} if len(self.options) == 1 else {}
+        if text in known:
+            return known[text]
+        if known and "=" in text:
+            raise ValueError(f"{text!r} is no architecture of {self.name}: known are {', '.join(known)}")
+        return super().parse(text)
+
+    def build_supernet(self) -> nn.Module:
+        """The largest network, `forward(x, architecture)`, whose subnets use views of its leading channels.
+
+        Floating tensors are NaN until weights are loaded.
+        """
+
+        def network(architecture: Architecture) -> nn.Module:
+            return on_meta(partial(self._network, architecture))
+
+        return blank(lambda: SlicedSupernet(network(self.largest), self.slices, network))
+
+    def build_subnet(self, architecture: Architecture) -> nn.Module:
+        """A stand-alone subnet, `forward(x)`; floating tensors are NaN until weights are loaded."""
+        self.validate(architecture)
+        return blank(partial(self._network, architecture))

@@ -18,9 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedloom.platform.spaces.base import measure_of
-from fedloom.platform.spaces.fixed import FixedSpace
-from fedloom.platform.spaces.operator_choice import Part, PartCosts, SummedOperatorSpace
+from fedloom.platform.spaces.base import FixedSpace, measure_of
+from fedloom.platform.spaces.operator_choice import (
+    Part,
+    SummedOperatorSpace,
+    as_subspace,
+    cost_of_parts,
+    operator_held,
+)
 from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
@@ -127,17 +132,13 @@ class Zero(nn.Module):
         return torch.zeros_like(strided(x, self.stride))
 
 
-class Noise(nn.Module):
+class Noise(Zero):
     """Standard normal noise independent of the input, in training and in evaluation (space S4 of Zela et al. 2020).
 
     It is drawn from torch's global generator, like dropout.
     """
 
     draws_randomly = True
-
-    def __init__(self, stride: int) -> None:
-        super().__init__()
-        self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.randn_like(strided(x, self.stride))
@@ -167,13 +168,9 @@ def _dilated(kernel: int) -> "Build":
     return lambda c, stride, affine: ReluSequence(*_depthwise(c, kernel, stride, 2, affine))
 
 
-def _max_pool(channels: int, stride: int, affine: bool) -> nn.Module:
-    return nn.Sequential(nn.MaxPool2d(3, stride, padding=1), nn.BatchNorm2d(channels, affine=affine))
-
-
-def _average_pool(channels: int, stride: int, affine: bool) -> nn.Module:
-    pool = nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
-    return nn.Sequential(pool, nn.BatchNorm2d(channels, affine=affine))
+def _pool(pool: Callable[[int], nn.Module]) -> "Build":
+    """A 3x3 pooling of a stride, BatchNorm."""
+    return lambda c, stride, affine: nn.Sequential(pool(stride), nn.BatchNorm2d(c, affine=affine))
 
 
 def _skip(channels: int, stride: int, affine: bool) -> nn.Module:
@@ -187,8 +184,8 @@ OPERATORS: Mapping[str, Build] = MappingProxyType(
     {
         "none": lambda _c, stride, _affine: Zero(stride),
         "noise": lambda _c, stride, _affine: Noise(stride),
-        "max_pool_3x3": _max_pool,
-        "avg_pool_3x3": _average_pool,
+        "max_pool_3x3": _pool(lambda stride: nn.MaxPool2d(3, stride, padding=1)),
+        "avg_pool_3x3": _pool(lambda stride: nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)),
         "skip_connect": _skip,
         "sep_conv_3x3": _separable(3),
         "sep_conv_5x5": _separable(5),
@@ -330,25 +327,13 @@ class SearchableEdge(nn.Module):
         self.edge, self.names = edge, tuple(names)
         self.ops = nn.ModuleDict({str(option): module for option, module in ops.items()})
 
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The option indices of the operators in this module."""
-        return tuple(map(int, self.ops))
-
     def forward(self, state: State, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
         """The sum of the operators' outputs, each times its entry of `mix` (one per option) if given."""
-        outputs = [state.through(self._operator(option)) for option in options]
+        where = f"edge {self.edge}"
+        outputs = [state.through(operator_held(self.ops, option, where, self.names)) for option in options]
         if mix is not None:
             outputs = [y * mix[option] for option, y in zip(options, outputs, strict=True)]
         return reduce(torch.add, outputs)
-
-    def _operator(self, option: int) -> nn.Module:
-        key = str(option)
-        if key not in self.ops:
-            held = ", ".join(f"{o} ({self.names[o]})" for o in self.held) or "nothing"
-            name = self.names[option] if 0 <= option < len(self.names) else "unknown"
-            raise ValueError(f"edge {self.edge} holds {held}, not {option} ({name})")
-        return self.ops[key]
 
 
 class Cell(nn.Module):
@@ -370,12 +355,10 @@ class Cell(nn.Module):
         for _ in range(self.nodes):
             incoming = zip(states, itertools.islice(rows, len(states)), strict=True)
             terms = [edge(state, options, row) for state, (edge, options, row) in incoming if options]
-            states.append(State(reduce(torch.add, terms) if terms else self._nothing(states[0].x)))
+            # A node whose edges are all pruned is zero.
+            stride = 2 if self.reduction else 1
+            states.append(State(reduce(torch.add, terms) if terms else torch.zeros_like(strided(states[0].x, stride))))
         return State(torch.cat([_with_dense_gradient(state.x) for state in states[2:]], dim=1))
-
-    def _nothing(self, x: Tensor) -> Tensor:
-        """The value of a node whose edges are all pruned."""
-        return torch.zeros_like(strided(x, 2 if self.reduction else 1))
 
 
 def _with_dense_gradient(x: Tensor) -> Tensor:
@@ -428,11 +411,6 @@ class DartsNetwork(nn.Module):
         return y
 
 
-def as_subspace(operators: Subspace | Architecture) -> Subspace:
-    """An architecture as the subspace of its operators; a subspace is returned unchanged."""
-    return tuple(tuple(row) if isinstance(row, (tuple, list)) else (int(row),) for row in operators)
-
-
 def _of_types(design: DartsDesign, subspace: Subspace) -> tuple[Subspace, Subspace]:
     edges = len(design.edges)
     if len(subspace) != 2 * edges:
@@ -462,13 +440,12 @@ ADDITIVE_MEASURES = ("macs", "parameters", "bytes")
 CellCosts = tuple[tuple[float, ...], ...]
 """Costs of one cell: per edge, per operator."""
 
-_OWNED = re.compile(r"cells\.(\d+)\.edges\.(\d+)\.ops\.(\d+)\.")
-
 
 class DartsSpace(SummedOperatorSpace):
     """A search space of cells; see `fedloom.platform.spaces.base.SearchSpace` for the protocol."""
 
-    decision_kind = "edge"
+    _decision_kind = "edge"
+    _tensor_of_operator = re.compile(r"cells\.(\d+)\.edges\.(\d+)\.ops\.(\d+)\.")
 
     def __init__(self, design: DartsDesign) -> None:
         super().__init__(design.name, design.input_shape, design.operator_names)
@@ -503,10 +480,10 @@ class DartsSpace(SummedOperatorSpace):
     def edge_name(self, decision: int) -> str:
         """A decision's readable name, such as `normal 0->2`; ValueError if the decision does not exist."""
         self._check_decision(decision)
-        return self._label(decision)
-
-    def _label(self, decision: int) -> str:
         return self.design.edge_name(decision)
+
+    def _decision_name(self, decision: int) -> str:
+        return f"edge {self.design.edge_name(decision)}"
 
     def _decisions_of(self, cell: int) -> range:
         return self.decisions(CELL_TYPES[self.plans[cell].reduction])
@@ -516,11 +493,8 @@ class DartsSpace(SummedOperatorSpace):
     def _network(self, subspace: Subspace) -> nn.Module:
         return DartsNetwork(self.design, subspace)
 
-    def _owner(self, tensor_name: str) -> tuple[int, int] | None:
-        match = _OWNED.match(tensor_name)
-        if match is None:
-            return None
-        cell, edge, option = map(int, match.groups())
+    def _owner(self, *numbers: int) -> tuple[int, int]:
+        cell, edge, option = numbers
         return self._decisions_of(cell)[edge], option
 
     def base_tensors(self, base_cells: int) -> tuple[str, ...]:
@@ -574,7 +548,7 @@ class DartsSpace(SummedOperatorSpace):
 
     def _costs_by_cell(self, measure: str) -> tuple[CellCosts, ...]:
         if measure not in self._cell_costs:
-            cost = PartCosts(*measure_of(measure))
+            cost = cost_of_parts(measure_of(measure))
             self._cell_costs[measure] = tuple(
                 tuple(
                     tuple(cost(self._part(cell, decision, option)) for option in range(self.options[decision]))

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.initialisation import blank, on_meta
+from fedloom.platform.spaces.base import SlicedSpace
 from fedloom.platform.spaces.resnet import MULTIPLE, STAGES, BasicBlock, Resnet18Size, norm_of
-from fedloom.platform.spaces.slices import Architecture, SlicedSupernet
+from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
 
@@ -38,32 +36,10 @@ class DepthNetwork(nn.Module):
         return torch.stack(logits).mean(dim=0)
 
 
-class DepthDesign(Protocol):
-    """A network's blocks, of which subnets keep the first ones."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]: ...
-
-    @property
-    def num_classes(self) -> int: ...
-
-    @property
-    def block_channels(self) -> tuple[int, ...]:
-        """The channels that each block ends with."""
-        ...
-
-    def build_blocks(self) -> list[nn.Module]:
-        """All blocks: (N, C, H, W) -> (N, C', H', W')."""
-        ...
-
-
-class DepthSpace(SearchSpace):
+class DepthSpace(SlicedSpace):
     """One decision: the number of blocks."""
 
-    def __init__(self, design: DepthDesign) -> None:
+    def __init__(self, design: CnnDepthDesign | ResnetDepthDesign) -> None:
         self.design, self.name = design, design.name
         self.input_shape = tuple(design.input_shape)
         self.options = (len(design.block_channels),)
@@ -76,30 +52,11 @@ class DepthSpace(SearchSpace):
         """Such as `blocks=2`."""
         return f"blocks={self.num_exits(architecture)}"
 
-    def parse(self, text: str) -> Architecture:
-        """Parses `smallest`, `largest`, an option, or a label; ValueError for a depth that the space does not have."""
-        known = {self.label((i,)): (i,) for i in range(self.options[0])}
-        if text.startswith("blocks=") and text not in known:
-            raise ValueError(f"{text!r} is no depth of {self.name}: known are {', '.join(known)}")
-        return known[text] if text in known else super().parse(text)
-
-    def build_subnet(self, architecture: Architecture) -> nn.Module:
-        """The first blocks and their exits; floating tensors are NaN until weights are loaded."""
-        self.validate(architecture)
-        return blank(partial(self._network, self.num_exits(architecture)))
-
-    def build_supernet(self) -> nn.Module:
-        """The whole network, `forward(x, architecture)`."""
-        return blank(lambda: SlicedSupernet(on_meta(partial(self._network, None)), self.slices, self._skeleton))
-
-    def _skeleton(self, architecture: Architecture) -> nn.Module:
-        return on_meta(partial(self.build_subnet, architecture))
-
-    def _network(self, blocks: int | None) -> nn.Module:
-        channels = self.design.block_channels[:blocks]
+    def _network(self, architecture: Architecture) -> nn.Module:
+        blocks = self.num_exits(architecture)
         exits = [
             nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, self.design.num_classes))
-            for c in channels
+            for c in self.design.block_channels[:blocks]
         ]
         return DepthNetwork(self.design.build_blocks()[:blocks], exits)
 
@@ -143,9 +100,11 @@ class CnnDepthDesign:
 
     @property
     def block_channels(self) -> tuple[int, ...]:
+        """The channels that each block ends with."""
         return self.stage_widths
 
     def build_blocks(self) -> list[nn.Module]:
+        """All blocks: (N, C, H, W) -> (N, C', H', W')."""
         blocks: list[nn.Module] = []
         channels = self.input_shape[0]
         for width, convolutions, stride in zip(self.stage_widths, self.stage_layers, self.stage_strides, strict=True):

@@ -16,20 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import Measure, SearchSpace, ready, zeros_on
+from fedloom.platform.spaces.base import Measure, SlicedSpace, samples_of, supernet_shapes
 from fedloom.platform.spaces.genome import ElasticGenome
-from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
-from fedloom.platform.spaces.slices import (
-    Architecture,
-    Slice,
-    SlicedSupernet,
-    SliceMap,
-    architecture_id,
-    leading,
-    parse_architecture,
-)
+from fedloom.platform.spaces.initialisation import on_meta
+from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, architecture_id, leading
 from fedloom.tiers.costs import CostTable
-from fedloom.tiers.measure import MEASURES, shapes_only
+from fedloom.tiers.measure import shapes_only
 
 _DEPTHS_AND_EXPANSIONS = re.compile(r"\s*d\s*=\s*([\d\s,]+?)\s+e\s*=\s*([\d\s.,]+?)\s*")
 
@@ -102,9 +94,10 @@ class ElasticNetwork(nn.Module):
         return y
 
 
-class ElasticSpace(SearchSpace):
+class ElasticSpace(SlicedSpace):
     """A search space of leading-channel slices."""
 
+    _decision_kind = "stage"
     channels_last = True
 
     def __init__(self, design: ElasticDesign) -> None:
@@ -128,25 +121,10 @@ class ElasticSpace(SearchSpace):
         return self.design.keeps_statistics
 
     @property
-    def slices_tensors(self) -> bool:
-        """True: subnets hold leading channels."""
-        return True
-
-    @property
     def num_architectures(self) -> int:
         """The exact number of distinct subnets; options whose blocks have the same channels count once."""
         stages = [(s, self.design.distinct_widths(i)) for i, s in enumerate(self.genome.stages)]
         return math.prod(sum(widths**k for k in range(s.fewest, s.most + 1)) for s, widths in stages)
-
-    @property
-    def smallest(self) -> Architecture:
-        """The shallowest and narrowest subnet."""
-        return tuple(s.option_of[(0,) * s.fewest] for s in self.genome.stages)
-
-    @property
-    def largest(self) -> Architecture:
-        """The supernet itself."""
-        return tuple(s.option_of[(s.widths - 1,) * s.most] for s in self.genome.stages)
 
     def contents(self, architecture: Architecture) -> Contents:
         """Per stage the width indices of the kept blocks."""
@@ -156,17 +134,8 @@ class ElasticSpace(SearchSpace):
         """The inverse of `contents`."""
         return tuple(s.option_of[c] for s, c in zip(self.genome.stages, contents, strict=True))
 
-    def validate(self, architecture: Architecture) -> None:
-        """Raises ValueError naming the stage, what was given and the allowed range."""
-        if len(architecture) != len(self.options):
-            raise ValueError(
-                f"an architecture of {self.name} has {len(self.options)} stages, given {len(architecture)}"
-            )
-        for stage, option in enumerate(architecture):
-            if not (isinstance(option, (int, np.integer)) and 0 <= option < self.options[stage]):
-                raise ValueError(
-                    f"stage {stage + 1} of {self.name} has the options 0 to {self.options[stage] - 1}, given {option!r}"
-                )
+    def _decision_name(self, decision: int) -> str:
+        return f"stage {decision + 1}"
 
     def sample(self, rng: np.random.Generator) -> Architecture:
         """A random subnet: depths and widths uniform and independent."""
@@ -185,22 +154,18 @@ class ElasticSpace(SearchSpace):
         (one expansion for all blocks, or one per kept block in order).
         Raises ValueError naming the field that is outside the space.
         """
-        if text in ("smallest", "largest"):
-            return self.smallest if text == "smallest" else self.largest
-        try:
-            if match := _DEPTHS_AND_EXPANSIONS.fullmatch(text):
+        if match := _DEPTHS_AND_EXPANSIONS.fullmatch(text):
+            try:
                 depths, expansions = [int(d) for d in match[1].split(",")], [float(e) for e in match[2].split(",")]
+            except ValueError:
+                pass  # neither are they options, as is said below
             else:
-                architecture = parse_architecture(text)
-        except ValueError:
-            raise ValueError(
-                f"{text!r} is no subnet: give smallest, largest, options such as {architecture_id(self.largest)}, or "
-                f"depths and expansions such as {self.label(self.smallest)!r}"
-            ) from None
-        if match:
-            return self._of_depths(text, depths, expansions)
-        self.validate(architecture)
-        return architecture
+                return self._of_depths(text, depths, expansions)
+        return super().parse(text)
+
+    def _examples(self) -> str:
+        options, depths = architecture_id(self.largest), self.label(self.smallest)
+        return f"options such as {options}, or depths and expansions such as {depths!r}"
 
     def _of_depths(self, text: str, depths: list[int], expansions: list[float]) -> Architecture:
         stages = self.genome.stages
@@ -254,46 +219,19 @@ class ElasticSpace(SearchSpace):
             "largest": self.label(self.largest),
         }
 
-    # -- modules ----------------------------------------------------------------------------------------------------
+    # -- networks and tensors ---------------------------------------------------------------------------------------
 
     def _build_stage(self, stage: int, content: Sequence[int]) -> nn.Module:
         return nn.Sequential(*[self.design.build_block(stage, block, width) for block, width in enumerate(content)])
 
-    def build_network(self, contents: Contents) -> nn.Module:
-        """A network of these blocks, with its modules' default initialisation."""
-        stages = [self._build_stage(stage, content) for stage, content in enumerate(contents)]
+    def _network(self, architecture: Architecture) -> nn.Module:
+        stages = [self._build_stage(stage, content) for stage, content in enumerate(self.contents(architecture))]
         return self.design.join(self.design.build_stem(), stages, self.design.build_head())
 
-    def build_supernet(self) -> nn.Module:
-        """The supernet, `forward(x, architecture)`; floating tensors are NaN until weights are loaded."""
-        whole = partial(self.build_network, self.contents(self.largest))
-        return blank(lambda: SlicedSupernet(whole(), self.slices, self._on_meta))
-
-    def build_subnet(self, architecture: Architecture) -> nn.Module:
-        """A stand-alone subnet, `forward(x)`; floating tensors are NaN until weights are loaded."""
-        self.validate(architecture)
-        return blank(partial(self.build_network, self.contents(architecture)))
-
-    def _on_meta(self, architecture: Architecture) -> nn.Module:
-        return on_meta(partial(self.build_network, self.contents(architecture)))
-
-    @cached_property
-    def _meta_supernet(self) -> nn.Module:
-        return self._on_meta(self.largest).eval()
-
-    # -- tensors ----------------------------------------------------------------------------------------------------
-
-    def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        return initialise(self._meta_supernet, generator)
-
-    def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-        self.validate(architecture)
-        return initialise(self._on_meta(architecture), generator)
-
-    @cached_property
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every supernet tensor, in state-dict order."""
-        return {name: tuple(t.shape) for name, t in self._meta_supernet.state_dict().items()}
+        return supernet_shapes(self)
 
     def slices(self, architecture: Architecture) -> SliceMap:
         """The slice of each subnet tensor: leading channels of the supernet tensor of the same name."""
@@ -315,44 +253,26 @@ class ElasticSpace(SearchSpace):
 
     # -- costs ------------------------------------------------------------------------------------------------------
 
-    def cheapest(self, table: CostTable) -> Architecture:
-        """The smallest subnet, by any measure."""
-        del table
-        return self.smallest
-
-    def common_cost(self, table: CostTable) -> float:
-        """The cost of the smallest subnet, because every stage keeps at least one block."""
-        return table.cost(self.smallest)
-
-    def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
+    def _table_of(self, measure: Measure) -> CostTable:
         """Measures blocks once per position and width, and sums their costs (for peaks: takes the maximum)."""
-        reduce = MEASURES.get(measure, "sum")
-        inputs = self.stage_inputs
+        design, inputs = self.design, self.stage_inputs
         blocks: dict[tuple[int, int, int], float] = {}
         for stage, parts in enumerate(self.genome.stages):
             for block, width in itertools.product(range(parts.most), range(parts.widths)):
-                module = ready(partial(self.design.build_block, stage, block, width), device)
                 x = inputs[stage] if block == 0 else inputs[stage + 1]
-                blocks[stage, block, width] = float(of(module, zeros_on(device, x)))
-        join = sum if reduce == "sum" else max
-        rows = [
-            tuple(float(join(blocks[stage, b, w] for b, w in enumerate(content))) for content in parts.contents)
+                blocks[stage, block, width] = measure.cost(partial(design.build_block, stage, block, width), x)
+        options = [
+            [measure.join(blocks[stage, b, w] for b, w in enumerate(content)) for content in parts.contents]
             for stage, parts in enumerate(self.genome.stages)
         ]
-        fixed = join(self._fixed_costs(of, device))
-        return CostTable(measure, float(fixed), tuple(rows), reduce)
-
-    def _fixed_costs(self, of: Measure, device: str) -> list[float]:
-        sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
-        parts = ((self.design.build_stem, sample), (self.design.build_head, self.stage_inputs[-1]))
-        return [float(of(ready(build, device), zeros_on(device, x))) for build, x in parts]
+        fixed = [measure.cost(design.build_stem, samples_of(self)), measure.cost(design.build_head, inputs[-1])]
+        return measure.table(measure.join(fixed), options)
 
     @cached_property
     def stage_inputs(self) -> list[Tensor]:
         """The input of each stage for one sample, and the last one's output, on the meta device."""
         with torch.no_grad(), shapes_only():
-            sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
-            inputs = [on_meta(self.design.build_stem).eval()(sample)]
+            inputs = [on_meta(self.design.build_stem).eval()(samples_of(self))]
             for stage in range(len(self.options)):
                 block = on_meta(partial(self.design.build_block, stage, 0, 0)).eval()
                 inputs.append(block(inputs[-1]))

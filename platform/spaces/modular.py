@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.darts import as_subspace
-from fedloom.platform.spaces.operator_choice import Part, SummedOperatorSpace
+from fedloom.platform.spaces.operator_choice import Part, SummedOperatorSpace, as_subspace, operator_held
 from fedloom.platform.spaces.resnet import Resnet18Size
 from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.platform.spaces.space_config import Spaces, from_design
@@ -53,19 +52,12 @@ class ModularBlock(nn.Module):
 
     def forward(self, x: Tensor, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
         """Each branch is weighted by its entry of `mix` (one per option), if given."""
-        outputs: list[Tensor] = [self._branch(option)(x) for option in options]
+        where = f"block {self.block}"
+        outputs: list[Tensor] = [operator_held(self.branches, option, where)(x) for option in options]
         if mix is not None:
             outputs = [y * mix[option] for option, y in zip(options, outputs, strict=True)]
         shortcut: Tensor = self.shortcut(x)
         return F.relu(reduce(torch.add, outputs) + shortcut if outputs else shortcut)
-
-    def _branch(self, option: int) -> nn.Module:
-        key = str(option)
-        if key not in self.branches:
-            raise ValueError(
-                f"block {self.block} holds the branches {', '.join(self.branches) or 'none'}, not {option}"
-            )
-        return self.branches[key]
 
 
 class ModularNetwork(nn.Module):
@@ -101,7 +93,8 @@ class ModularSpace(SummedOperatorSpace):
     Source: FedMN (Wang et al. 2022, "Personalized Federated Learning via Heterogeneous Modular Networks").
     """
 
-    decision_kind = "block"
+    _decision_kind = "block"
+    _tensor_of_operator = re.compile(r"blocks\.(\d+)\.branches\.(\d+)\.")
 
     def __init__(self, design: ModularDesign) -> None:
         super().__init__(design.name, design.input_shape, design.operator_names)
@@ -109,10 +102,6 @@ class ModularSpace(SummedOperatorSpace):
 
     def _network(self, subspace: Subspace) -> nn.Module:
         return ModularNetwork(self.design, subspace)
-
-    def _owner(self, tensor_name: str) -> tuple[int, int] | None:
-        match = _OWNED.match(tensor_name)
-        return None if match is None else (int(match[1]), int(match[2]))
 
     def _parts(self, decision: int, option: int) -> Sequence[Part]:  # noqa: ARG002  # a block's branches are alike
         plan = self.design.block_plans[decision]
@@ -125,8 +114,6 @@ class ModularSpace(SummedOperatorSpace):
             height, width = -(-height // plan.stride), -(-width // plan.stride)
         return 1, self.design.block_plans[block].in_channels, height, width
 
-
-_OWNED = re.compile(r"blocks\.(\d+)\.branches\.(\d+)\.")
 
 RESNET18_MODULAR = ModularDesign("resnet18_modular")
 RESNET18_MODULAR_SMALL = ModularDesign("resnet18_modular_small", stem_channels=16)

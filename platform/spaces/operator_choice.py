@@ -8,20 +8,19 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import Measure, SearchSpace, cost_of, ready, zeros_on
-from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
+from fedloom.platform.spaces.base import Measure, SearchSpace, samples_of, zeros_on
+from fedloom.platform.spaces.initialisation import blank
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, Subspace
 from fedloom.tiers.costs import CostTable, size_of
-from fedloom.tiers.measure import MEASURES, shapes_only
+from fedloom.tiers.measure import shapes_only
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class NamedOperatorSpace(SearchSpace, ABC):
     operators' costs.
     """
 
-    decision_kind: ClassVar[str]
-    """The word for a decision in messages, such as `edge`."""
+    _tensor_of_operator: re.Pattern[str]
+    """Matches the names of operators' tensors; its groups are what `_owner` takes."""
 
     def __init__(
         self,
@@ -67,20 +66,13 @@ class NamedOperatorSpace(SearchSpace, ABC):
         """The network of one architecture, `forward(x)`."""
         return self._network(_path(architecture))
 
-    def _label(self, decision: int) -> str:
-        """A decision's readable name without its kind, such as `normal 0->2`."""
-        return str(decision)
-
-    def _known(self, decision: int) -> str:
-        """The operators of a decision, for messages."""
-        return ", ".join(f"{i} ({name})" for i, name in enumerate(self.operator_names[decision]))
+    def _owner(self, *numbers: int) -> tuple[int, int]:
+        """The (decision, option) of a tensor, by the numbers in its name."""
+        decision, option = numbers
+        return decision, option
 
     @abstractmethod
-    def _owner(self, tensor_name: str) -> tuple[int, int] | None:
-        """The (decision, option) that a supernet tensor belongs to, None for the fixed part."""
-
-    @abstractmethod
-    def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
+    def _table_of(self, measure: Measure) -> CostTable:
         """Costs of the fixed part and of every operator: the sum over all of its modules (for peaks, the maximum)."""
 
     # -- architectures ----------------------------------------------------------------------------------------------
@@ -95,48 +87,28 @@ class NamedOperatorSpace(SearchSpace, ABC):
         """Every operator of every decision."""
         return tuple(tuple(range(n)) for n in self.options)
 
-    def decision_name(self, decision: int) -> str:
-        """A decision with its kind, such as `edge normal 0->2`; ValueError if the decision does not exist."""
-        self._check_decision(decision)
-        return f"{self.decision_kind} {self._label(decision)}"
-
-    def validate(self, architecture: Architecture) -> None:
-        """Raises ValueError naming the decision, what was given and its operators."""
-        self._check_length("an architecture", architecture)
-        for decision, option in enumerate(architecture):
-            self._check_option(decision, option)
-
     def validate_subspace(self, subspace: Subspace) -> None:
         """Raises ValueError for unknown operators, operators out of order, and other invalid rows."""
         self._check_length("a subspace", subspace)
         for decision, row in enumerate(subspace):
             self._check_row(decision, row)
 
-    def _check_decision(self, decision: int) -> None:
-        if not 0 <= decision < len(self.options):
-            raise ValueError(
-                f"{self.name} has the {self.decision_kind}s 0 to {len(self.options) - 1}, given {decision}"
-            )
-
-    def _check_length(self, what: str, value: Sequence[object]) -> None:
-        if len(value) != len(self.options):
-            kinds = f"{self.decision_kind}s"
-            raise ValueError(f"{what} of {self.name} has {len(self.options)} {kinds}, given {len(value)}")
-
-    def _check_option(self, decision: int, option: int) -> None:
-        if not (isinstance(option, (int, np.integer)) and 0 <= option < self.options[decision]):
-            where = f"{self.decision_name(decision)} of {self.name}"
-            raise ValueError(f"{where} has the operators {self._known(decision)}, given {option!r}")
-
     def _check_row(self, decision: int, row: tuple[int, ...]) -> None:
+        where = f"{self._decision_name(decision)} of {self.name}"
+        if not isinstance(row, tuple):
+            raise ValueError(f"{where} keeps a tuple of operators, given {row!r}")
         for option in row:
             self._check_option(decision, option)
         if list(row) != sorted(set(row)):
-            self._refuse_row(decision, row)
+            raise ValueError(f"{where} must keep distinct operators in order, given {row}")
 
-    def _refuse_row(self, decision: int, row: tuple[int, ...]) -> NoReturn:
-        where = f"{self.decision_name(decision)} of {self.name}"
-        raise ValueError(f"{where} must keep distinct operators in order, given {row}")
+    def _check_decision(self, decision: int) -> None:
+        if not 0 <= decision < len(self.options):
+            kinds = f"{self._decision_kind}s"
+            raise ValueError(f"{self.name} has the {kinds} 0 to {len(self.options) - 1}, given {decision}")
+
+    def _choices(self, decision: int) -> str:
+        return "operators " + ", ".join(f"{i} ({name})" for i, name in enumerate(self.operator_names[decision]))
 
     def meaning(self, architecture: Architecture) -> Mapping[str, Any]:
         """The operator of every decision."""
@@ -147,43 +119,31 @@ class NamedOperatorSpace(SearchSpace, ABC):
         sizes = self.num_parameters
         return {
             "parameters": {"supernet": sizes.supernet, "fixed": sizes.fixed, "largest": sizes.largest_path},
-            f"{self.decision_kind}s": len(self.options),
+            f"{self._decision_kind}s": len(self.options),
             "operators": list(dict.fromkeys(name for names in self.operator_names for name in names)),
         }
 
-    # -- modules ----------------------------------------------------------------------------------------------------
+    # -- networks, whose floating tensors are NaN until weights are loaded --------------------------------------------
 
     def build_supernet(self) -> nn.Module:
-        """The whole supernet; floating tensors are NaN until weights are loaded."""
         return self.build_subspace(self.largest_subspace)
 
     def build_subspace(self, subspace: Subspace) -> nn.Module:
-        """The supernet with only the kept operators; floating tensors are NaN until weights are loaded."""
+        """The supernet with only the kept operators."""
         self.validate_subspace(subspace)
         return blank(partial(self._network, subspace))
 
     def build_subnet(self, architecture: Architecture) -> nn.Module:
-        """A stand-alone module of one architecture, `forward(x)`; floating tensors are NaN until weights are loaded."""
         self.validate(architecture)
         return blank(partial(self._subnet, architecture))
 
-    @cached_property
-    def _meta_supernet(self) -> nn.Module:
-        return on_meta(partial(self._network, self.largest_subspace)).eval()
-
     # -- tensors ----------------------------------------------------------------------------------------------------
-
-    def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        return initialise(self._meta_supernet, generator)
-
-    def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-        self.validate(architecture)
-        return initialise(on_meta(partial(self._subnet, architecture)), generator)
 
     @cached_property
     def owner_of(self) -> Mapping[str, tuple[int, int] | None]:
         """The (decision, option) that each supernet tensor belongs to, None for the fixed part; in state-dict order."""
-        return MappingProxyType({name: self._owner(name) for name in self._meta_supernet.state_dict()})
+        matches = {name: self._tensor_of_operator.match(name) for name in self._meta_supernet.state_dict()}
+        return MappingProxyType({n: self._owner(*map(int, m.groups())) if m else None for n, m in matches.items()})
 
     @cached_property
     def _tensors_of(self) -> Mapping[tuple[int, int] | None, tuple[str, ...]]:
@@ -228,12 +188,24 @@ class NamedOperatorSpace(SearchSpace, ABC):
     def num_parameters(self) -> SpaceSizes:
         """Trainable parameters of the supernet, its fixed part, its smallest and its largest architecture."""
         table = self.cost_table("parameters")
-        supernet = table.fixed + sum(map(sum, table.options))
+        supernet = size_of(table, self.largest_subspace)
         return SpaceSizes(int(supernet), int(table.fixed), int(table.smallest), int(table.largest))
 
 
 def _path(architecture: Architecture) -> Subspace:
     return tuple((int(option),) for option in architecture)
+
+
+def operator_held(operators: nn.ModuleDict, option: int, where: str, names: Sequence[str] = ()) -> nn.Module:
+    """The operator of this option in a module that holds some of them; ValueError if it is none of these."""
+    if str(option) in operators:
+        return operators[str(option)]
+
+    def shown(option: int) -> str:
+        return f"{option} ({names[option]})" if 0 <= option < len(names) else str(option)
+
+    held = ", ".join(shown(int(key)) for key in operators) or "nothing"
+    raise ValueError(f"{where} holds {held}, not {shown(option)}")
 
 
 # -- one operator per layer: a fixed skeleton with searchable layers, of which a path chooses (FedorAS) ---------------
@@ -257,10 +229,7 @@ class SearchableLayer(nn.Module):
         self.ops = nn.ModuleDict({str(option): candidates[option].build() for option in options})
 
     def forward(self, x: Tensor, option: int) -> Tensor:
-        key = str(option)
-        if key not in self.ops:
-            raise ValueError(f"layer {self.layer} holds the operators {', '.join(self.ops)}, not {option}")
-        y: Tensor = self.ops[key](x)
+        y: Tensor = operator_held(self.ops, option, f"layer {self.layer}")(x)
         return y
 
 
@@ -355,7 +324,8 @@ class OperatorChoiceSpace(NamedOperatorSpace):
     says which task it is for, and a client of one task neither receives nor trains the others' classifiers.
     """
 
-    decision_kind = "layer"
+    _decision_kind = "layer"
+    _tensor_of_operator = re.compile(r"layers\.(\d+)\.ops\.(\d+)\.")
     channels_last = True
 
     def __init__(
@@ -376,21 +346,20 @@ class OperatorChoiceSpace(NamedOperatorSpace):
         self.num_tasks = len(layers[-1]) if tasks else 1
         super().__init__(name, input_shape, tuple(tuple(c.name for c in row) for row in self.candidates), input_dtype)
 
-    def _known(self, decision: int) -> str:
+    def _choices(self, decision: int) -> str:
         names = self.operator_names[decision]
-        return f"0 to {len(names) - 1} ({', '.join(names)})"
+        return f"operators 0 to {len(names) - 1} ({', '.join(names)})"
 
     def _check_row(self, decision: int, row: tuple[int, ...]) -> None:
-        if not row:  # no path would be left
-            self._refuse_row(decision, row)
         super()._check_row(decision, row)
+        if not row:  # no path would be left
+            where = f"{self._decision_name(decision)} of {self.name}"
+            raise ValueError(f"{where} must keep distinct operators in order, given {row}")
 
     def task_of(self, options: Sequence[int] | Subspace) -> int:
         """The task of an architecture, or of a subspace that holds one task's classifier."""
         last = options[-1]
         return int(last[0] if isinstance(last, tuple) else last) if self.num_tasks > 1 else 0
-
-    # -- modules ----------------------------------------------------------------------------------------------------
 
     def _layers(self, subspace: Subspace) -> list[SearchableLayer]:
         return [SearchableLayer(i, *pair) for i, pair in enumerate(zip(self.candidates, subspace, strict=True))]
@@ -404,28 +373,14 @@ class OperatorChoiceSpace(NamedOperatorSpace):
         return PathNetwork(self.build_fixed(), self._layers(subspace))
 
     def _subnet(self, architecture: Architecture) -> nn.Module:
-        subspace = tuple((option,) for option in architecture)
-        return StandAloneNetwork(self.build_fixed(), self._layers(subspace), architecture)
+        return StandAloneNetwork(self.build_fixed(), self._layers(_path(architecture)), architecture)
 
-    def _owner(self, tensor_name: str) -> tuple[int, int] | None:
-        match = _OWNED.match(tensor_name)
-        return None if match is None else (int(match[1]), int(match[2]))
-
-    # -- costs ------------------------------------------------------------------------------------------------------
-
-    def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
-        sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device=device)
-        ends = [(zeros_on(device, x), zeros_on(device, y)) for x, y in self._layer_ends]
-
-        def cost(candidate: Candidate, x: Tensor) -> float:
-            module = ready(candidate.build, device)
-            return 0.0 if isinstance(module, nn.Identity) else float(of(module, x))
-
-        outputs = [y for _, y in ends]
-        fixed = of(ready(lambda: _FixedPart(self.build_fixed(), outputs), device), sample)
+    def _table_of(self, measure: Measure) -> CostTable:
+        ends = self._layer_ends
+        outputs = [zeros_on(measure.device, y) for _, y in ends]
+        fixed = measure.cost(lambda: _FixedPart(self.build_fixed(), outputs), samples_of(self))
         pairs = zip(self.candidates, ends, strict=True)
-        options = tuple(tuple(cost(candidate, x) for candidate in row) for row, (x, _) in pairs)
-        return CostTable(measure, float(fixed), options, MEASURES.get(measure, "sum"))
+        return measure.table(fixed, [[measure.cost(c.build, x) for c in row] for row, (x, _) in pairs])
 
     @cached_property
     def _layer_ends(self) -> list[tuple[Tensor, Tensor]]:
@@ -446,13 +401,9 @@ class OperatorChoiceSpace(NamedOperatorSpace):
             first: Tensor = ys[0]
             return first
 
-        sample = torch.zeros((1, *self.input_shape), dtype=self.input_dtype, device="meta")
         with torch.no_grad(), shapes_only():
-            net.fixed(sample, [partial(through, layer) for layer in range(len(self.options))])  # type: ignore[operator]
+            net.fixed(samples_of(self), [partial(through, layer) for layer in range(len(self.options))])  # type: ignore[operator]
         return [ends[layer] for layer in range(len(self.options))]
-
-
-_OWNED = re.compile(r"layers\.(\d+)\.ops\.(\d+)\.")
 
 
 # -- any subset of a decision's operators, whose outputs are summed ---------------------------------------------------
@@ -468,6 +419,11 @@ class Part:
     kind: tuple[object, ...]
     input_shape: tuple[int, ...]
     build: Callable[[], nn.Module] = field(compare=False)
+
+
+def cost_of_parts(measure: Measure) -> Callable[[Part], float]:
+    """The cost of parts by one measure; equal parts are measured once."""
+    return cache(lambda part: measure.cost(part.build, torch.zeros(part.input_shape, device="meta")))
 
 
 class SummedOperatorSpace(NamedOperatorSpace):
@@ -490,33 +446,16 @@ class SummedOperatorSpace(NamedOperatorSpace):
         macs, state_bytes = (int(size_of(table, self.largest_subspace)) for table in tables)
         return {**super().figures(), "macs": {"supernet": macs}, "state_bytes": state_bytes}
 
-    def _check_row(self, decision: int, row: tuple[int, ...]) -> None:
-        if not isinstance(row, tuple):
-            where = f"{self.decision_name(decision)} of {self.name}"
-            raise ValueError(f"{where} keeps a tuple of operators, given {row!r}")
-        super()._check_row(decision, row)
-
-    def _table_of(self, measure: str, of: Measure, device: str) -> CostTable:
-        join = sum if MEASURES.get(measure, "sum") == "sum" else max
-        cost = PartCosts(of, device)
-        rows = tuple(
-            tuple(float(join(map(cost, self._parts(decision, option)))) for option in range(n))
+    def _table_of(self, measure: Measure) -> CostTable:
+        cost = cost_of_parts(measure)
+        fixed = measure.cost(partial(self._network, ((),) * len(self.options)), samples_of(self))
+        options = [
+            [measure.join(map(cost, self._parts(decision, option))) for option in range(n)]
             for decision, n in enumerate(self.options)
-        )
-        fixed = cost_of(partial(self._network, ((),) * len(self.options)), (1, *self.input_shape), of, device)
-        return CostTable(measure, fixed, rows, MEASURES.get(measure, "sum"))
+        ]
+        return measure.table(fixed, options)
 
 
-class PartCosts:
-    """The cost of parts by one measure; equal parts are measured once."""
-
-    def __init__(self, of: Measure, device: str) -> None:
-        self.of, self.device = of, device
-        self._known: dict[Part, float] = {}
-
-    def __call__(self, part: Part) -> float:
-        if part not in self._known:
-            # An identity costs nothing, because its input is already in memory.
-            idle = isinstance(on_meta(part.build), nn.Identity)
-            self._known[part] = 0.0 if idle else cost_of(part.build, part.input_shape, self.of, self.device)
-        return self._known[part]
+def as_subspace(operators: Subspace | Architecture) -> Subspace:
+    """An architecture as the subspace of its operators; a subspace is returned unchanged."""
+    return tuple(tuple(row) if isinstance(row, (tuple, list)) else (int(row),) for row in operators)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.platform.spaces.base import FixedSpace
 from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
-from fedloom.platform.spaces.fixed import FixedSpace
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
 from fedloom.platform.spaces.initialisation import UniformConvolution
 from fedloom.platform.spaces.space_config import Spaces, from_design

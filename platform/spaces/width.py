@@ -8,21 +8,21 @@ the whole one. The others are the networks of these papers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.platform.plugins import PluginError, blaming, imported
 from fedloom.platform.settings import NOT_EMPTY
-from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
+from fedloom.platform.spaces.base import SearchSpace, SlicedSpace, samples_of, supernet_shapes
+from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.resnet import Resnet18, Resnet18Design
-from fedloom.platform.spaces.slices import Architecture, SlicedSupernet, Weights
+from fedloom.platform.spaces.slices import Architecture, Weights
 from fedloom.platform.spaces.space_config import SpaceConfig, Spaces, from_design
 from fedloom.tiers.measure import shapes_only
 
@@ -53,65 +53,49 @@ def narrowed(build: Callable[[], nn.Module], sample: Tensor, keep: Keep) -> nn.M
     `sample` is a batch on the meta device. Raises ValueError for a layer whose channels cannot be told.
     """
     module = on_meta(build).eval()
-    layers = _in_order(module, sample)
-    last = layers[-1]
-    hooks = [
-        part.register_forward_pre_hook(partial(_narrow, name, keep, part is last))
+    last = _in_order(module, sample)[-1]
+    hooks = {
+        part: partial(_narrow, name, keep, part is last)
         for name, part in module.named_modules()
-        if _has_channels(part)
-    ]
-    try:
-        _run(module, sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
+        if next(part.children(), None) is None and part.state_dict()
+    }
+    _run(module, sample, hooks)
     return module
+
+
+def channels_kept(share: float, channels: int) -> int:
+    """ceil(share * channels), as HeteroFL, and at least one."""
+    return min(channels, max(1, math.ceil(share * channels - 1e-9)))
+
+
+def _run(module: nn.Module, sample: Tensor, hooks: Mapping[nn.Module, Callable[..., None]]) -> None:
+    """A pass without values that calls a part's hook with the part and its inputs before the part."""
+    handles = [part.register_forward_pre_hook(hook) for part, hook in hooks.items()]
+    try:
+        with torch.no_grad(), shapes_only():
+            module(sample)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def scaled_while_training(module: nn.Module, sample: Tensor, share: float) -> nn.Module:
     """Divides the outputs of hidden layers by the share of their channels, in training (HeteroFL's scaler)."""
     for part in _in_order(module, sample)[:-1]:
-        part.register_forward_hook(partial(_scale, share))
+        part.register_forward_hook(lambda part, _inputs, output: output / share if part.training else output)
     return module
-
-
-def _scale(share: float, part: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    return output / share if part.training else output
-
-
-@contextmanager
-def _without_values() -> Iterator[None]:
-    with torch.no_grad(), shapes_only():
-        yield
-
-
-def _run(module: nn.Module, sample: Tensor) -> None:
-    with _without_values():
-        module(sample)
 
 
 def _in_order(module: nn.Module, sample: Tensor) -> list[nn.Module]:
     """The layers of weights, in the order in which a pass reaches them."""
     seen: list[nn.Module] = []
-    hooks = [
-        part.register_forward_pre_hook(lambda layer, _inputs: seen.append(layer))
-        for part in module.modules()
-        if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Linear | Narrows)
-    ]
-    try:
-        _run(module, sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    layers = [part for part in module.modules() if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Linear | Narrows)]
+    _run(module, sample, dict.fromkeys(layers, lambda layer, _inputs: seen.append(layer)))
     if len({id(layer) for layer in seen}) < len(seen):
         raise ValueError("the network uses a layer twice, which cannot have two widths: give each use its own layer")
     if not seen:
         raise ValueError("the network has no convolution, linear or recurrent layer that could be narrower")
     return seen
-
-
-def _has_channels(part: nn.Module) -> bool:
-    return next(part.children(), None) is None and bool(part.state_dict())
 
 
 def _narrow(name: str, keep: Keep, last: bool, part: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -233,52 +217,35 @@ WIDTHS = (0.0625, 0.125, 0.25, 0.5, 1.0)
 NORMS = ("none", "batch", "static", "group")
 
 
-def check_widths(widths: tuple[float, ...]) -> None:
-    """Raises ValueError for shares that are not ascending from above 0 to 1."""
-    if list(widths) != sorted(set(widths)) or not widths or widths[0] <= 0 or widths[-1] != 1.0:
-        raise ValueError(f"space.widths={list(widths)}: give shares in ascending order, above 0, the last one 1.0")
+@dataclass(frozen=True)
+class WidthDesign(ABC):
+    """A whole network, and the shares of its channels that subnets may have, ascending to 1.
 
+    With `scaler`, narrow layers are scaled up in training (HeteroFL).
+    """
 
-class WidthDesign(Protocol):
-    """A whole network, and the shares of its channels that subnets may have."""
+    name: str
+    input_shape: tuple[int, ...]
+    num_classes: int
+    widths: tuple[float, ...] = WIDTHS
+    scaler: bool = False
+    input_dtype: ClassVar[torch.dtype] = torch.float32
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def input_shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def widths(self) -> tuple[float, ...]:
-        """The shares, ascending, the last one 1."""
-        ...
-
-    @property
-    def scaler(self) -> bool:
-        """Whether narrow layers are scaled up in training (HeteroFL)."""
-        ...
-
-    @property
-    def multiple(self) -> int:
-        """Channels are kept in multiples of this."""
-        ...
-
-    @property
-    def input_dtype(self) -> torch.dtype: ...
-
+    @abstractmethod
     def build(self) -> nn.Module:
         """The whole network, `forward(x)`."""
-        ...
 
 
-class WidthSpace(SearchSpace):
+class WidthSpace(SlicedSpace):
     """One decision: the width of the network."""
 
     def __init__(self, design: WidthDesign) -> None:
-        check_widths(design.widths)
+        widths = design.widths
+        if list(widths) != sorted(set(widths)) or not widths or widths[0] <= 0 or widths[-1] != 1.0:
+            raise ValueError(f"space.widths={list(widths)}: give shares in ascending order, above 0, the last one 1.0")
         self.design, self.name = design, design.name
         self.input_shape, self.input_dtype = tuple(design.input_shape), design.input_dtype
-        self.options = (len(design.widths),)
+        self.options = (len(widths),)
 
     def width_of(self, architecture: Architecture) -> float:
         """The share of the channels that a subnet keeps."""
@@ -288,55 +255,15 @@ class WidthSpace(SearchSpace):
         """Such as `p=.25`."""
         return f"p={self.width_of(architecture):g}"
 
-    def parse(self, text: str) -> Architecture:
-        """Parses `smallest`, `largest`, an option, or a label; ValueError for a width that the space does not have."""
-        if not text.startswith("p="):
-            return super().parse(text)
-        known = {self.label((i,)): (i,) for i in range(len(self.design.widths))}
-        if text not in known:
-            raise ValueError(f"{text!r} is no width of {self.name}: known are {', '.join(known)}")
-        return known[text]
-
     @cached_property
     def keeps_statistics(self) -> bool:
         """Whether it has batch norms, whose statistics differ between widths."""
-        return any(name.endswith("running_mean") for name in self._whole.state_dict())
+        return any(name.endswith("running_mean") for name in supernet_shapes(self))
 
-    @cached_property
-    def _whole(self) -> nn.Module:
-        return on_meta(self.design.build)
-
-    @property
-    def _sample(self) -> Tensor:
-        return torch.zeros((2, *self.input_shape), dtype=self.input_dtype, device="meta")
-
-    def kept(self, share: float, channels: int) -> int:
-        """ceil(share * channels), as HeteroFL, in multiples of the design's."""
-        multiple = self.design.multiple
-        return min(channels, max(multiple, math.ceil(share * channels / multiple - 1e-9) * multiple))
-
-    def _narrow(self, share: float) -> nn.Module:
-        module = narrowed(self.design.build, self._sample, partial(self.kept, share))
-        return scaled_while_training(module, self._sample, share) if self.design.scaler and share < 1 else module
-
-    def build_subnet(self, architecture: Architecture) -> nn.Module:
-        """The network of this width; floating tensors are NaN until weights are loaded."""
-        self.validate(architecture)
-        return blank(partial(self._narrow, self.width_of(architecture)))
-
-    def build_supernet(self) -> nn.Module:
-        """The whole network, `forward(x, architecture)`, whose subnets use views of its leading channels."""
-        return blank(lambda: SlicedSupernet(on_meta(self.design.build), self.slices, self._skeleton))
-
-    def _skeleton(self, architecture: Architecture) -> nn.Module:
-        return on_meta(partial(self.build_subnet, architecture))
-
-    def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        return initialise(on_meta(self.design.build), generator)
-
-    def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-        self.validate(architecture)
-        return initialise(on_meta(partial(self._narrow, self.width_of(architecture))), generator)
+    def _network(self, architecture: Architecture) -> nn.Module:
+        share, sample = self.width_of(architecture), samples_of(self, 2)
+        module = narrowed(self.design.build, sample, partial(channels_kept, share))
+        return scaled_while_training(module, sample, share) if self.design.scaler and share < 1 else module
 
     @cached_property
     def units(self) -> Mapping[str, tuple[int, ...]]:
@@ -344,11 +271,10 @@ class WidthSpace(SearchSpace):
 
         Only these are permuted if a layer's channels are: inputs and classes stay.
         """
-        multiple = self.design.multiple
-        fewer = narrowed(self.design.build, self._sample, lambda channels: channels - multiple).state_dict()
+        fewer = narrowed(self.design.build, samples_of(self, 2), lambda channels: channels - 1).state_dict()
         return {
-            name: tuple((n - m) // multiple for n, m in zip(whole.shape, fewer[name].shape, strict=True))
-            for name, whole in self._whole.state_dict().items()
+            name: tuple(n - m for n, m in zip(whole, fewer[name].shape, strict=True))
+            for name, whole in supernet_shapes(self).items()
         }
 
     def rolled(self, weights: Weights, step: int) -> dict[str, Tensor]:
@@ -358,7 +284,7 @@ class WidthSpace(SearchSpace):
             units = self.units[name]
             dims = [d for d, unit in enumerate(units) if unit]
             if dims:
-                shifts = [-step * self.design.multiple * units[d] for d in dims]
+                shifts = [-step * units[d] for d in dims]
                 parts[name] = torch.roll(weights[name], shifts, dims).contiguous()
         return parts
 
@@ -382,23 +308,6 @@ class WidthSpace(SearchSpace):
 # -- networks ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Common:
-    name: str
-    input_shape: tuple[int, ...]
-    num_classes: int
-    widths: tuple[float, ...] = WIDTHS
-    scaler: bool = False
-
-    @property
-    def multiple(self) -> int:
-        return 1
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        return torch.float32
-
-
 def _norm(kind: str, channels: int) -> nn.Module:
     """A norm; `static` uses the batch's statistics in training and leaves the stored ones alone (HeteroFL)."""
     kinds: dict[str, Callable[[], nn.Module]] = {
@@ -413,7 +322,7 @@ def _norm(kind: str, channels: int) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class CnnWidthDesign(_Common):
+class CnnWidthDesign(WidthDesign):
     """HeteroFL's convolutional network: 3x3 convolutions, each with norm, ReLU and (but for the last) 2x2 pooling.
 
     `stage_widths` are the channels of the layers; `norm` is none, batch, static (HeteroFL) or group (one group).
@@ -444,7 +353,7 @@ class CnnWidthDesign(_Common):
 
 
 @dataclass(frozen=True)
-class ResnetWidthDesign(_Common):
+class ResnetWidthDesign(WidthDesign):
     """ResNet-18 for small images, as in HeteroFL, FjORD and FedRolex.
 
     `norm` is none, batch or static; groups of channels would change with the width.
@@ -474,7 +383,7 @@ class ResnetWidthDesign(_Common):
 
 
 @dataclass(frozen=True)
-class LstmWidthDesign(_Common):
+class LstmWidthDesign(WidthDesign):
     """LEAF's network for the next character: an embedding, layers of LSTM cells, and a linear decoder.
 
     `input_shape` is (T,). LEAF predicts the character after the last position: objective.name=last_position.
@@ -486,6 +395,7 @@ class LstmWidthDesign(_Common):
     embedding_size: int = 8
     channels: int = 256
     cells: int = 2
+    input_dtype: ClassVar[torch.dtype] = torch.int64
 
     def __post_init__(self) -> None:
         if self.scaler:
@@ -493,16 +403,12 @@ class LstmWidthDesign(_Common):
                 f"space.scaler=true: {self.name} has no scaler, as its cells' gates saturate; leave it out"
             )
 
-    @property
-    def input_dtype(self) -> torch.dtype:
-        return torch.int64
-
     def build(self) -> nn.Module:
         return LstmNetwork(self.num_classes, self.embedding_size, self.channels, self.cells)
 
 
 @dataclass(frozen=True)
-class OwnWidthDesign(_Common):
+class OwnWidthDesign(WidthDesign):
     """A user's network, made by `network(input_shape, num_classes)`."""
 
     name: str = "width"

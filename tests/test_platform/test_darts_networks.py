@@ -19,8 +19,8 @@ from fedloom.platform.spaces.darts import (
     DartsSpace,
     FactorisedReduction,
     State,
-    as_subspace,
 )
+from fedloom.platform.spaces.operator_choice import as_subspace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Subspace, Weights, extract
 from fedloom.platform.spaces.space_config import SpaceConfig

@@ -159,7 +159,7 @@ def test_a_network_names_what_it_does_not_hold() -> None:
         net(x, ((1,), (), *((0, 1),) * 8))
     with pytest.raises(ValueError, match=r"normal 1->2 holds nothing, not 0 \(skip_connect\)"):
         net(x, (0,) * 10)
-    with pytest.raises(ValueError, match="not 7 \\(unknown\\)"):
+    with pytest.raises(ValueError, match="not 7"):
         net(x, ((7,), (), *((0, 1),) * 8))
     with pytest.raises(ValueError, match=r"has 10 edges \(5 per cell type\), given 9"):
         net(x, (0,) * 9)

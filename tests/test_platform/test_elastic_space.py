@@ -155,7 +155,7 @@ def test_every_cost_is_that_of_the_built_subnet(space: ElasticSpace) -> None:
 
 def test_the_published_spaces_costs_are_those_of_a_built_subnet() -> None:
     architecture = PUBLISHED.sample(stream(3, "test"))
-    module = on_meta(partial(PUBLISHED.build_network, PUBLISHED.contents(architecture)))
+    module = on_meta(partial(PUBLISHED.build_subnet, architecture))
     x = torch.zeros((1, *PUBLISHED.input_shape), device="meta")
     assert PUBLISHED.cost_table("macs").cost(architecture) == macs_of(module, x)
     assert PUBLISHED.cost_table("parameters").cost(architecture) == parameters_of(module)

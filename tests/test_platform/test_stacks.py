@@ -28,7 +28,7 @@ from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.spaces.fixed import FixedNetwork, FixedSpace
+from fedloom.platform.spaces.base import FixedNetwork, FixedSpace
 from fedloom.platform.spaces.slices import Weights
 from fedloom.platform.spaces.space_config import SpaceConfig
 

@@ -300,7 +300,7 @@ def test_scalars_without_enough_contributors_keep_their_weights(elastic_config: 
             r"separately=true trains the members of method\.family, which is empty",
         ),
         ({}, {"weighting": "none"}, r"train\.weighting: unknown weighting rule"),
-        ({}, {"evaluate": ["huge"]}, r"method\.train\.evaluate: 'huge' is no subnet"),
+        ({}, {"evaluate": ["huge"]}, r"method\.train\.evaluate: 'huge' is no architecture"),
         (
             {"search": TargetSearchConfig(predictor="fitness", front=3)},
             {},

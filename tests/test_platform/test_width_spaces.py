@@ -13,7 +13,7 @@ from fedloom.platform.plugins import PluginError
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import extract
 from fedloom.platform.spaces.space_config import SpaceConfig
-from fedloom.platform.spaces.width import Lstm, WidthSpace, narrowed
+from fedloom.platform.spaces.width import Lstm, WidthSpace, channels_kept, narrowed
 
 
 def space_of(name: str, **values: object) -> WidthSpace:
@@ -227,13 +227,12 @@ def test_layers_that_cannot_be_narrower_are_named(own_network: ModuleType) -> No
         own([0.5, 1.0], "own_network:lstm").build_subnet((0,))
     with pytest.raises(PluginError, match=r"network 'own_network:number' gives int: give a torch\.nn"):
         own([0.5, 1.0], "own_network:number").build_subnet((0,))
-    with pytest.raises(ValueError, match=r"'p=.3' is no width of cnn_width: known are p=0.0625, .*p=1"):
+    with pytest.raises(ValueError, match=r"'p=.3' is no architecture of cnn_width: known are p=0.0625, .*p=1"):
         space_of("cnn_width").parse("p=.3")
 
 
 def test_channels_are_kept_as_heterofl_rounds_them() -> None:
-    space = space_of("cnn_width", widths=[0.3, 1.0])
-    assert [space.kept(0.3, c) for c in (10, 11, 1)] == [3, 4, 1]
+    assert [channels_kept(0.3, c) for c in (10, 11, 1)] == [3, 4, 1]
     module = narrowed(partial(nn.Linear, 4, 2), torch.zeros(1, 4, device="meta"), lambda _: 1)
     assert module.weight.shape == (2, 4), "inputs and classes stay"
 

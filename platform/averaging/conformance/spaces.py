@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.platform.averaging.average import Update, average
 from fedloom.platform.averaging.conformance.law import different_bits, differing, far_apart, kind_of
 from fedloom.platform.results.checkpoint import to_bytes
-from fedloom.platform.spaces.base import SearchSpace, cost_of, measure_of
+from fedloom.platform.spaces.base import SearchSpace, measure_of, samples_of
 from fedloom.platform.spaces.capabilities import HasSubspaces, lacking, with_subspaces
 from fedloom.platform.spaces.genome import as_array
 from fedloom.platform.spaces.slices import (
@@ -196,7 +196,7 @@ def costs_are_those_of_the_built_subnet(tried: Tried) -> Iterator[str]:
     space = tried.space
     for measure, architecture in itertools.product(MEASURES, tried.architectures):
         build = partial(space.build_subnet, architecture)
-        built = cost_of(build, (1, *space.input_shape), *measure_of(measure), space.input_dtype)
+        built = measure_of(measure).cost(build, samples_of(space))
         in_table = space.cost_table(measure).cost(architecture)
         if not math.isclose(in_table, built, rel_tol=1e-6):
             yield f"{shown(architecture)} costs {in_table:.10g} {measure} by the table, and {built:.10g} as it is built"

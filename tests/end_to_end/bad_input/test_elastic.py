@@ -19,7 +19,10 @@ ELASTIC_CASES = {
         r"method.family: .*expansion 0.3: allowed are 0.25, 0.5, 0.75, 1",
     ),
     "number of stages": (['method.family=["d=0,0 e=.5"]'], r"2 depths, resnet_elastic_small has 3 stages"),
-    "no subnet": (["method.family=[huge]"], r"'huge' is no subnet: give smallest, largest, options such as"),
+    "no subnet": (
+        ["method.family=[huge]"],
+        r"'huge' is no architecture of resnet_elastic_small: give smallest, largest, options such as",
+    ),
     "named twice": (["method.family=[smallest,smallest]"], r"'smallest' is named twice"),
     "beta_0 of 0": (["method.train.shares.beta_0=0"], r"shares.beta_0=0: must be above 0 and at most 1"),
     "beta_0 above 1": (["method.train.shares.beta_0=1.1"], r"shares.beta_0=1.1: must be above 0 and at most 1"),
