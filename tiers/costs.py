@@ -99,17 +99,6 @@ def combine(tables: Sequence[CostTable], weights: Sequence[float], measure: str 
     Raises:
         ValueError: no table, unequal lengths or shapes, a negative or infinite weight, or a table of peaks.
     """
-    _check_combinable(tables, weights)
-    fixed = _weighted([t.fixed for t in tables], weights)
-    options = tuple(
-        tuple(_weighted(costs, weights) for costs in zip(*rows, strict=True))
-        for rows in zip(*(t.options for t in tables), strict=True)
-    )
-    spelt = "+".join(f"{w:g}*{t.measure}" for w, t in zip(weights, tables, strict=True))
-    return CostTable(measure or spelt, fixed, options)
-
-
-def _check_combinable(tables: Sequence[CostTable], weights: Sequence[float]) -> None:
     if not tables or len(tables) != len(weights):
         raise ValueError(f"combine needs one weight per table, given {len(tables)} tables and {len(weights)} weights")
     for table in tables:
@@ -120,3 +109,10 @@ def _check_combinable(tables: Sequence[CostTable], weights: Sequence[float]) -> 
     for weight in weights:
         if not 0 <= weight < math.inf:
             raise ValueError(f"a weight must be finite and not negative, given {weight}")
+    fixed = _weighted([t.fixed for t in tables], weights)
+    options = tuple(
+        tuple(_weighted(costs, weights) for costs in zip(*rows, strict=True))
+        for rows in zip(*(t.options for t in tables), strict=True)
+    )
+    spelt = "+".join(f"{w:g}*{t.measure}" for w, t in zip(weights, tables, strict=True))
+    return CostTable(measure or spelt, fixed, options)

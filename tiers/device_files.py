@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
@@ -46,7 +44,10 @@ def read_device_table(path: str | Path) -> DeviceTable:
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ValueError(f"{file}: cannot be read as a device table ({_one_line(error)})") from error
     try:
-        return DeviceTable(**{name: _to_numpy(name, table.column(name)) for name in COLUMNS})
+        for name in COLUMNS:
+            if table.column(name).null_count:
+                raise ValueError(f"column {name} has {table.column(name).null_count} empty values")
+        return DeviceTable(**{name: table.column(name).to_numpy() for name in COLUMNS})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -95,7 +96,11 @@ def _read_parquet(stream: BinaryIO) -> Any:
     with pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True, **limits) as file:
         _check_columns(file.schema_arrow)
         _check_rows(file.metadata.num_rows)
-        _check_footer(file.metadata)
+        # What the footer says of columns is left to the reader of the pages: to ask pyarrow for a damaged one ends the
+        # process. Its numbers of rows decide how much is read.
+        rows = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        if sum(rows) != file.metadata.num_rows or any(number < 0 for number in rows):
+            raise ValueError("its footer's numbers of rows contradict each other")
         table = file.read(use_threads=False)
         if table.num_rows != file.metadata.num_rows:
             raise _WrongTableError(f"has {table.num_rows} rows, its footer counts {file.metadata.num_rows}")
@@ -119,20 +124,6 @@ def _check_columns(schema: pa.Schema) -> None:
 def _check_rows(rows: int) -> None:
     if not 0 <= rows <= MOST_ROWS:
         raise _WrongTableError(f"has {rows} rows; a device table has at most {MOST_ROWS}")
-
-
-def _check_footer(footer: Any) -> None:
-    """Raises ValueError if the footer's numbers of rows, which decide how much is read, contradict each other."""
-    # What it says of columns is left to the reader of the pages: to ask pyarrow for a damaged one ends the process.
-    rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
-    if sum(rows) != footer.num_rows or any(number < 0 for number in rows):
-        raise ValueError("its footer's numbers of rows contradict each other")
-
-
-def _to_numpy(name: str, column: Any) -> npt.NDArray[Any]:
-    if column.null_count:
-        raise ValueError(f"column {name} has {column.null_count} empty values")
-    return np.asarray(column.to_numpy())
 
 
 def _one_line(error: BaseException, most: int = 200) -> str:

@@ -69,7 +69,19 @@ class DeviceTable:
             object.__setattr__(self, name, column)  # a frozen dataclass allows no assignment
             if column.shape != self.device_id.shape:
                 raise ValueError(f"column {name} has shape {column.shape}, but device_id has {self.device_id.shape}")
-        _check_values(self)
+        if not len(self):
+            raise ValueError("column device_id is empty: a device table needs at least one device")
+        if len(np.unique(self.device_id)) != len(self):
+            raise ValueError("column device_id has the same id twice: ids must be unique")
+        rates = f"positive and finite, from {LEAST_RATE:g} to {GREATEST_RATE:g}"
+        ranges = {"device_id": (0, np.inf, "0 or more"), **dict.fromkeys(RATES, (LEAST_RATE, GREATEST_RATE, rates))}
+        for name in COLUMNS:
+            least, most, allowed = ranges.get(name, (0, 1, "a probability, from 0 to 1"))
+            column = getattr(self, name)
+            valid = (column >= least) & (column <= most)
+            if not valid.all():
+                row = int(np.argmin(valid))
+                raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
 
     def __len__(self) -> int:
         return len(self.device_id)
@@ -114,27 +126,6 @@ def _read_only(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     column = array.astype(np.int64 if name == "device_id" else np.float64, copy=False).view()
     column.setflags(write=False)
     return column
-
-
-def _check_values(table: DeviceTable) -> None:
-    if not len(table):
-        raise ValueError("column device_id is empty: a device table needs at least one device")
-    if len(np.unique(table.device_id)) != len(table):
-        raise ValueError("column device_id has the same id twice: ids must be unique")
-    _check_column("device_id", table.device_id, table.device_id >= 0, "0 or more")
-    for name in RATES:
-        column: Column = getattr(table, name)
-        inside = (column >= LEAST_RATE) & (column <= GREATEST_RATE)
-        _check_column(name, column, inside, f"positive and finite, from {LEAST_RATE:g} to {GREATEST_RATE:g}")
-    for name in PROBABILITIES:
-        column = getattr(table, name)
-        _check_column(name, column, (column >= 0) & (column <= 1), "a probability, from 0 to 1")
-
-
-def _check_column(name: str, column: npt.NDArray[Any], valid: npt.NDArray[np.bool_], allowed: str) -> None:
-    if not valid.all():
-        row = int(np.argmin(valid))
-        raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
 
 
 def _logistic(x: Column) -> Column:
@@ -186,18 +177,14 @@ class VirtualClock:
         an infinite time, which requires a deadline. A round without clients takes 0 s.
         Raises ValueError for a negative or undefined time, a deadline that is not positive, or an infinite round.
         """
-        _check_times(client_times_s, deadline_s)
+        if deadline_s is not None and not deadline_s > 0:
+            raise ValueError(f"deadline_s={deadline_s!r} must be above 0, or None for no deadline")
+        for position, time_s in enumerate(client_times_s):
+            if not time_s >= 0:
+                raise ValueError(f"client time {time_s!r} s at position {position} must not be negative or undefined")
         round_s = float(max(client_times_s, default=0.0))
         if deadline_s is not None:
             round_s = min(round_s, float(deadline_s))
         if math.isinf(round_s):
             raise ValueError("a client never answers and the round has no deadline: set deadline_s")
         return VirtualClock(self.now_s + round_s), round_s
-
-
-def _check_times(client_times_s: Sequence[float], deadline_s: float | None) -> None:
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s!r} must be above 0, or None for no deadline")
-    for position, time_s in enumerate(client_times_s):
-        if not time_s >= 0:
-            raise ValueError(f"client time {time_s!r} s at position {position} must not be negative or undefined")

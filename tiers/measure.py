@@ -1,7 +1,7 @@
 """Measures the cost of a module on an input: multiply-accumulates, parameters, activation memory and latency."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -106,14 +106,6 @@ def activation_bytes_of(module: nn.Module, x: Tensor) -> int:
     return peak_bytes
 
 
-def _timed_s(run: Callable[[], object], synchronise: Callable[[], None]) -> float:
-    synchronise()
-    start = time.perf_counter()
-    run()
-    synchronise()
-    return time.perf_counter() - start
-
-
 def latency_s_of(module: nn.Module, x: Tensor, *, warmup: int = 3, repeats: int = 20) -> Latency:
     """Measures the seconds of one forward pass on the batch `x`, on the device of the module and `x`.
 
@@ -125,11 +117,16 @@ def latency_s_of(module: nn.Module, x: Tensor, *, warmup: int = 3, repeats: int 
     if repeats < 1 or warmup < 0:
         raise ValueError(f"a latency needs repeats >= 1 and warmup >= 0, given repeats={repeats}, warmup={warmup}")
 
-    def synchronise() -> None:
+    def now_s() -> float:
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
+        return time.perf_counter()
 
+    samples_s = []
     with torch.no_grad(), _evaluation_mode(module):
-        samples_s = [_timed_s(lambda: module(x), synchronise) for _ in range(warmup + repeats)][warmup:]
-    low, median, high = np.percentile(samples_s, [25, 50, 75])
+        for _ in range(warmup + repeats):
+            start_s = now_s()
+            module(x)
+            samples_s.append(now_s() - start_s)
+    low, median, high = np.percentile(samples_s[warmup:], [25, 50, 75])
     return Latency(float(median), float(high - low), repeats)

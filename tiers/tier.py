@@ -128,7 +128,12 @@ def tier_upper_bounds(
 
     Source: FedorAS, App. E.4 (100 000 paths there).
     """
-    _check_split(num_tiers, rho_low, rho_high)
+    if num_tiers < 1:
+        raise ValueError(f"num_tiers={num_tiers} must be at least 1")
+    if num_tiers > 1 and not 0 <= rho_low < rho_high < 1:
+        raise ValueError(f"rho_low={rho_low:g} and rho_high={rho_high:g} must be 0 <= rho_low < rho_high < 1")
+    if num_tiers == 2 and rho_low > 0:
+        raise ValueError(f"two tiers have one bound, which rho_high sets: give rho_low=0 instead of {rho_low:g}")
     costs = _sorted_finite(path_costs, largest)
     # A latency summed in another order may exceed `largest` by a rounding error; every path must belong to a tier.
     top = max(float(largest), float(costs[-1]))
@@ -202,17 +207,6 @@ def share_of_models(path_costs: npt.ArrayLike, uppers: Sequence[float]) -> tuple
         raise ValueError("no path costs were given: draw at least one path")
     counts = np.bincount(tiers, minlength=len(uppers))[: len(uppers)]
     return tuple(float(count) / tiers.size for count in counts)
-
-
-def _check_split(num_tiers: int, rho_low: float, rho_high: float) -> None:
-    if num_tiers < 1:
-        raise ValueError(f"num_tiers={num_tiers} must be at least 1")
-    if num_tiers == 1:
-        return
-    if not 0 <= rho_low < rho_high < 1:
-        raise ValueError(f"rho_low={rho_low:g} and rho_high={rho_high:g} must be 0 <= rho_low < rho_high < 1")
-    if num_tiers == 2 and rho_low > 0:
-        raise ValueError(f"two tiers have one bound, which rho_high sets: give rho_low=0 instead of {rho_low:g}")
 
 
 def _sorted_finite(path_costs: npt.NDArray[np.float64], largest: float) -> npt.NDArray[np.float64]:

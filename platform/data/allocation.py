@@ -52,18 +52,20 @@ def draw_samples(q: FloatArray, labels: IntArray, per_client: int, rng: np.rando
     When a client's classes are exhausted, it draws from the others in proportion to their remaining samples.
     Raises ValueError if there are not enough samples.
     """
-    num_clients, num_classes = q.shape
-    _check_enough(num_clients, per_client, labels)
-    pools = _ClassPools.shuffled(labels, num_classes, rng)
-    drawn = np.empty((num_clients, per_client), dtype=np.int64)
-    for step in range(per_client):
-        drawn[:, step] = _draw_one_each(q, pools, rng)
+    pools = _ClassPools.shuffled(q, labels, per_client, rng)
+    drawn = np.full((len(q), per_client), -1, dtype=np.int64)
+    for taken in drawn.T:
+        waiting = np.arange(len(q))
+        # Terminates: every pass that leaves a client waiting has exhausted a class.
+        while len(waiting):
+            cumulative = np.cumsum(q[waiting] * (pools.left > 0), axis=1)
+            cumulative[cumulative[:, -1] < SMALLEST_MASS] = np.cumsum(pools.left)
+            threshold = rng.random(len(waiting)) * cumulative[:, -1]
+            # The first class whose cumulative mass exceeds the threshold; this is never a class without mass.
+            wanted: IntArray = np.argmax(cumulative > threshold[:, None], axis=1)
+            taken[waiting] = pools.take(wanted, rng)
+            waiting = waiting[taken[waiting] < 0]
     return drawn
-
-
-def _check_enough(num_clients: int, per_client: int, labels: IntArray) -> None:
-    if num_clients * per_client > len(labels):
-        raise ValueError(f"{num_clients} clients x {per_client} samples: there are only {len(labels)} samples")
 
 
 def draw_in_sequence(q: FloatArray, labels: IntArray, per_client: int, rng: np.random.Generator) -> IntArray:
@@ -71,24 +73,16 @@ def draw_in_sequence(q: FloatArray, labels: IntArray, per_client: int, rng: np.r
 
     When a client's classes are exhausted, it draws from the others with equal probability, as Flower does.
     """
-    num_clients, num_classes = q.shape
-    _check_enough(num_clients, per_client, labels)
-    pools = _ClassPools.shuffled(labels, num_classes, rng)
-    drawn = np.empty((num_clients, per_client), dtype=np.int64)
-    for client in range(num_clients):
+    pools = _ClassPools.shuffled(q, labels, per_client, rng)
+    drawn = np.empty((len(q), per_client), dtype=np.int64)
+    for client, distribution in enumerate(q):
         done = 0
         while done < per_client:
-            taken = pools.take_until_exhausted(_left_over(q[client], pools.left), per_client - done, rng)
+            mass = (distribution + EXHAUSTED_MASS) * (pools.left > 0)
+            taken = pools.take_until_exhausted(mass / mass.sum(), per_client - done, rng)
             drawn[client, done : done + len(taken)] = taken
             done += len(taken)
     return drawn
-
-
-def _left_over(q: FloatArray, left: IntArray) -> FloatArray:
-    """A client's label distribution over the classes that still have samples."""
-    probabilities = (q + EXHAUSTED_MASS) * (left > 0)
-    remaining: FloatArray = probabilities / probabilities.sum()
-    return remaining
 
 
 @dataclass(slots=True, eq=False)
@@ -100,9 +94,11 @@ class _ClassPools:
     left: IntArray
 
     @classmethod
-    def shuffled(cls, labels: IntArray, num_classes: int, rng: np.random.Generator) -> "_ClassPools":
+    def shuffled(cls, q: FloatArray, labels: IntArray, per_client: int, rng: np.random.Generator) -> "_ClassPools":
+        if len(q) * per_client > len(labels):
+            raise ValueError(f"{len(q)} clients x {per_client} samples: there are only {len(labels)} samples")
         order = rng.permutation(len(labels))
-        counts = np.bincount(labels, minlength=num_classes)
+        counts = np.bincount(labels, minlength=q.shape[1])
         return cls(order[np.argsort(labels[order], kind="stable")], np.cumsum(counts) - counts, counts)
 
     def take(self, wanted: IntArray, rng: np.random.Generator) -> IntArray:
@@ -129,59 +125,6 @@ class _ClassPools:
             if self.left[label]:
                 stop = min(stop, int(where[self.left[label] - 1]) + 1)
         return self.take(labels[:stop], rng)
-
-
-def _draw_one_each(q: FloatArray, pools: _ClassPools, rng: np.random.Generator) -> IntArray:
-    taken = np.full(len(q), -1, dtype=np.int64)
-    waiting = np.arange(len(q))
-    # Terminates: every pass that leaves a client waiting has exhausted a class.
-    while len(waiting):
-        taken[waiting] = pools.take(_draw_labels(q[waiting], pools.left, rng), rng)
-        waiting = waiting[taken[waiting] < 0]
-    return taken
-
-
-def _draw_labels(q: FloatArray, left: IntArray, rng: np.random.Generator) -> IntArray:
-    cumulative = np.cumsum(q * (left > 0), axis=1)
-    cumulative[cumulative[:, -1] < SMALLEST_MASS] = np.cumsum(left)
-    threshold = rng.random(len(q)) * cumulative[:, -1]
-    # The first class whose cumulative mass exceeds the threshold; this is never a class without mass.
-    labels: IntArray = np.argmax(cumulative > threshold[:, None], axis=1)
-    return labels
-
-
-def split_test(drawn: IntArray, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """The remaining and the test indices (num_clients, n) of each client; test is a random `share` of its samples.
-
-    At least one sample is a test sample, unless it is the only one.
-    """
-    return _set_aside(drawn, held_out_size(drawn.shape[1], share, drawn.shape[1]), rng)
-
-
-def split_validation(
-    drawn: IntArray, share: float, rng: np.random.Generator, num_test: int = 0
-) -> tuple[IntArray, IntArray]:
-    """Train and validation indices (num_clients, n) of each client; validation is a random `share` of its samples.
-
-    The share refers to the drawn samples plus the `num_test` test samples already split off. At least one sample is
-    for validation if the share is positive, and at least one is for training.
-    """
-    num_left = drawn.shape[1]
-    return _set_aside(drawn, held_out_size(num_left, share, num_left + num_test), rng)
-
-
-def _set_aside(drawn: IntArray, held_out: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    shuffled = rng.permuted(drawn, axis=1)
-    # Sorted within a client, because ordered reads of a memory map are faster; training shuffles anyway.
-    return np.sort(shuffled[:, held_out:], axis=1), np.sort(shuffled[:, :held_out], axis=1)
-
-
-def held_out_size(num_left: int, share: float, num_all: int) -> int:
-    """The number of a client's `num_left` samples to hold out for a share of its `num_all` samples.
-
-    At least one if the share is positive, and never all of `num_left`.
-    """
-    return min(max(1, round(share * num_all)), num_left - 1) if share > 0 else 0
 
 
 # -- each class split over the clients, with unequal sizes (Yurochkin et al. 2019; FedML) -----------------------------
@@ -277,14 +220,27 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
 
 def check_enough(config: DataConfig, dataset: Dataset) -> None:
     """Raises ValueError if the data set has too few samples or natural clients, or does not fit these options."""
-    if config.balanced_classes and dataset.labels("train").ndim > 1:
+    has_classes = dataset.labels("train").ndim == 1
+    if config.balanced_classes and not has_classes:
         raise ValueError(f"data.balanced_classes=true: {dataset.name} has no class labels to draw by; must be false")
-    if config.partition in BY_LABEL and dataset.labels("train").ndim > 1:
+    if config.partition in BY_LABEL and not has_classes:
         raise ValueError(
             f"data.partition={config.partition}: {dataset.name} has no class labels to draw by; use iid or natural"
         )
     if config.partition == "natural":
-        _check_natural(config, dataset)
+        if not dataset.knows_clients("train"):
+            raise ValueError(f"data.partition=natural: {dataset.name} has no clients of its own; use lda or iid")
+        if config.test_share is None and not dataset.knows_clients("test"):
+            raise ValueError(
+                f"data.partition=natural: whose the test samples of {dataset.name} are is not known: "
+                "set data.test_share"
+            )
+        clients = len(_natural_clients(dataset))
+        if config.num_clients > clients:
+            raise ValueError(
+                f"data.num_clients={config.num_clients}: {clients} of the {len(dataset.client_names)} clients of "
+                f"{dataset.name} have a training sample; ask for at most {clients}"
+            )
         return
     samples = dataset.num_samples("train")
     fewest = FEWEST if config.partition == "dirichlet_classes" else 1
@@ -295,21 +251,6 @@ def check_enough(config: DataConfig, dataset: Dataset) -> None:
         )
 
 
-def _check_natural(config: DataConfig, dataset: Dataset) -> None:
-    if not dataset.knows_clients("train"):
-        raise ValueError(f"data.partition=natural: {dataset.name} has no clients of its own; use lda or iid")
-    if config.test_share is None and not dataset.knows_clients("test"):
-        raise ValueError(
-            f"data.partition=natural: whose the test samples of {dataset.name} are is not known: set data.test_share"
-        )
-    there = len(_natural_clients(dataset))
-    if config.num_clients > there:
-        raise ValueError(
-            f"data.num_clients={config.num_clients}: {there} of the {len(dataset.client_names)} clients of "
-            f"{dataset.name} have a training sample; ask for at most {there}"
-        )
-
-
 def _natural_clients(dataset: Dataset) -> IntArray:
     """Indices into `dataset.client_names` of the clients with training samples, in order of their names.
 
@@ -317,6 +258,10 @@ def _natural_clients(dataset: Dataset) -> IntArray:
     """
     counts = np.bincount(dataset.clients("train"), minlength=len(dataset.client_names))
     return np.flatnonzero(counts > 0)
+
+
+PiecesOf = Callable[[str], Sequence[IntArray]]
+"""The clients' samples of a part of the data set."""
 
 
 def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
@@ -331,110 +276,90 @@ def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyAr
         "iid": _uniformly,
         "natural": _naturally,
     }
-    return rules[config.partition](config, dataset, seed)
-
-
-def _by_lda(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
-    K = config.num_clients
-    train_labels = dataset.labels("train")
-    prior = np.bincount(train_labels, minlength=dataset.num_classes) / len(train_labels)
-    # One random stream per purpose: changing the validation or test share does not change a client's samples.
-    q = label_distributions(config.alpha, prior, K, stream(seed, "partition", "labels"))
-    drawn = _draw(config)(q, train_labels, len(train_labels) // K, stream(seed, "partition", "train"))
-    splits = _split_drawn(config, dataset, q, drawn, seed)
-    arrays: dict[str, AnyArray] = {"label_distributions": q}
-    for split, indices in zip(SPLITS, splits, strict=True):
-        arrays[split] = indices.reshape(-1)
-        arrays[f"{split}_offsets"] = np.arange(K + 1, dtype=np.int64) * indices.shape[1]
-    return arrays
-
-
-def _draw(config: DataConfig) -> Callable[[FloatArray, IntArray, int, np.random.Generator], IntArray]:
-    return draw_in_sequence if config.partition == "lda_sequential" else draw_samples
-
-
-def _split_drawn(
-    config: DataConfig, dataset: Dataset, q: FloatArray, drawn: IntArray, seed: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Train, validation and test indices (num_clients, n); without a test share, test indices are drawn by `q`."""
-    if config.test_share is None:
-        rest, num_own_test = drawn, 0
-        labels = dataset.labels("test")
-        test = np.sort(_draw(config)(q, labels, len(labels) // len(q), stream(seed, "partition", "test")), axis=1)
-    else:
-        rest, test = split_test(drawn, config.test_share, stream(seed, "partition", "test_share"))
-        num_own_test = test.shape[1]
-    rng = stream(seed, "partition", "validation")
-    return *split_validation(rest, config.validation_share, rng, num_own_test), test
-
-
-def _class_by_class(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
-    C, labels = dataset.num_classes, dataset.labels("train")
-    train_pieces, shares = split_classes(
-        config.alpha, labels, C, config.num_clients, stream(seed, "partition", "train")
-    )
-
-    def pieces_of(part: str) -> list[IntArray]:
-        if part == "train":
-            return train_pieces
-        return by_shares(shuffled_classes(dataset.labels(part), C, stream(seed, "partition", part)), shares)
-
-    counts = np.stack([np.bincount(labels[piece], minlength=C) for piece in train_pieces])
-    return {"label_distributions": counts / counts.sum(axis=1, keepdims=True), **_arrays(config, pieces_of, seed)}
-
-
-def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
-    return _arrays(config, lambda part: _equal_pieces(dataset, part, config.num_clients, seed), seed)
-
-
-def _equal_pieces(dataset: Dataset, part: str, num_clients: int, seed: int) -> list[IntArray]:
-    """All samples in pieces whose sizes differ by at most one: consecutive pieces of text, random ones of images."""
-    order = np.arange(dataset.num_samples(part))
-    if dataset.kind != "tokens":
-        order = stream(seed, "partition", part).permutation(order)
-    return [np.sort(piece) for piece in np.array_split(order, num_clients)]
-
-
-def _naturally(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
-    chosen = _natural_clients(dataset)[: config.num_clients]
-    arrays = _arrays(config, lambda part: _rows_of(dataset.clients(part), chosen), seed)
-    return {"natural_clients": chosen, **arrays}
-
-
-def _rows_of(clients: IntArray, chosen: IntArray) -> list[IntArray]:
-    """The sorted rows of each of the chosen clients."""
-    order = np.argsort(clients, kind="stable")
-    starts, stops = (np.searchsorted(clients[order], chosen, side) for side in ("left", "right"))
-    return [order[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
-
-
-def _arrays(config: DataConfig, pieces_of: Callable[[str], list[IntArray]], seed: int) -> dict[str, AnyArray]:
-    """All splits of every client; `pieces_of` returns the clients' samples of a part of the data set."""
+    arrays, pieces_of = rules[config.partition](config, dataset, seed)
     train_pieces = pieces_of("train")
+    # One random stream per purpose: changing the validation or test share does not change a client's samples.
     if config.test_share is None:
-        rest, test = train_pieces, pieces_of("test")
+        rest, test = train_pieces, [np.sort(piece) for piece in pieces_of("test")]
     else:
-        rest, test = _split_each(train_pieces, train_pieces, config.test_share, stream(seed, "partition", "test_share"))
-    train, validation = _split_each(
-        rest, train_pieces, config.validation_share, stream(seed, "partition", "validation")
-    )
-    arrays: dict[str, AnyArray] = {}
+        rest, test = set_aside(train_pieces, train_pieces, config.test_share, stream(seed, "partition", "test_share"))
+    rng = stream(seed, "partition", "validation")
+    train, validation = set_aside(rest, train_pieces, config.validation_share, rng)
     for split, pieces in zip(SPLITS, (train, validation, test), strict=True):
         arrays[split] = np.concatenate(pieces)
         arrays[f"{split}_offsets"] = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return arrays
 
 
-def _split_each(
+def set_aside(
     pieces: Sequence[IntArray], wholes: Sequence[IntArray], share: float, rng: np.random.Generator
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """Splits off a random part of every client's piece, of the size `share` of its whole; returns rests and parts."""
-    pairs = [_split_one(piece, len(whole), share, rng) for piece, whole in zip(pieces, wholes, strict=True)]
-    return [rest for rest, _ in pairs], [aside for _, aside in pairs]
+    """Splits off a random part of every client's piece, of the size `share` of its whole; returns rests and parts.
+
+    If the share is positive, a part has at least one sample, but never all of its piece.
+    """
+    rests, parts = [], []
+    for piece, whole in zip(pieces, wholes, strict=True):
+        size = held_out_size(len(piece), share, len(whole))
+        shuffled = rng.permutation(piece)
+        # Sorted within a client, because ordered reads of a memory map are faster; training shuffles anyway.
+        rests.append(np.sort(shuffled[size:]))
+        parts.append(np.sort(shuffled[:size]))
+    return rests, parts
 
 
-def _split_one(samples: IntArray, num_all: int, share: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Like `split_test` and `split_validation`, for one client."""
-    held_out = held_out_size(len(samples), share, num_all)
-    shuffled = rng.permutation(samples)
-    return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])
+def held_out_size(num_left: int, share: float, num_all: int) -> int:
+    """The number of a client's `num_left` samples to hold out for a share of its `num_all` samples."""
+    return min(max(1, round(share * num_all)), num_left - 1) if share > 0 else 0
+
+
+def _by_lda(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[str, AnyArray], PiecesOf]:
+    clients, labels = config.num_clients, dataset.labels("train")
+    draw = draw_in_sequence if config.partition == "lda_sequential" else draw_samples
+    prior = np.bincount(labels, minlength=dataset.num_classes) / len(labels)
+    q = label_distributions(config.alpha, prior, clients, stream(seed, "partition", "labels"))
+
+    def pieces_of(part: str) -> Sequence[IntArray]:
+        labels = dataset.labels(part)
+        return list(draw(q, labels, len(labels) // clients, stream(seed, "partition", part)))
+
+    return {"label_distributions": q}, pieces_of
+
+
+def _class_by_class(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[str, AnyArray], PiecesOf]:
+    classes, labels = dataset.num_classes, dataset.labels("train")
+    rng = stream(seed, "partition", "train")
+    train_pieces, shares = split_classes(config.alpha, labels, classes, config.num_clients, rng)
+
+    def pieces_of(part: str) -> Sequence[IntArray]:
+        if part == "train":
+            return train_pieces
+        return by_shares(shuffled_classes(dataset.labels(part), classes, stream(seed, "partition", part)), shares)
+
+    counts = np.stack([np.bincount(labels[piece], minlength=classes) for piece in train_pieces])
+    return {"label_distributions": counts / counts.sum(axis=1, keepdims=True)}, pieces_of
+
+
+def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[str, AnyArray], PiecesOf]:
+    """All samples in pieces whose sizes differ by at most one: consecutive pieces of text, random ones of images."""
+
+    def pieces_of(part: str) -> Sequence[IntArray]:
+        order = np.arange(dataset.num_samples(part))
+        if dataset.kind != "tokens":
+            order = stream(seed, "partition", part).permutation(order)
+        return [np.sort(piece) for piece in np.array_split(order, config.num_clients)]
+
+    return {}, pieces_of
+
+
+def _naturally(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[str, AnyArray], PiecesOf]:
+    del seed
+    chosen = _natural_clients(dataset)[: config.num_clients]
+
+    def pieces_of(part: str) -> Sequence[IntArray]:
+        clients = dataset.clients(part)
+        order = np.argsort(clients, kind="stable")
+        starts, stops = (np.searchsorted(clients[order], chosen, side) for side in ("left", "right"))
+        return [order[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+    return {"natural_clients": chosen}, pieces_of

@@ -1,7 +1,7 @@
 """Data sets as arrays: the return value of a user's own data set function, and `.npz` files of NumPy."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
@@ -58,47 +58,41 @@ def source_of(returned: Any, name: str) -> Source | TokenSource:
 
     `returned` is `Arrays`, a mapping with the same fields, or a source.
     """
+    blame = f"data set {name!r}"
     with blaming("data set", name):
-        return _source(returned, name)
-
-
-def _source(returned: Any, name: str) -> Source | TokenSource:
-    if isinstance(returned, Mapping):
-        known = [f.name for f in fields(Arrays)]
-        unknown = [key for key in returned if key not in known]
-        if unknown or "train" not in returned:
-            problem = f"has no {unknown[0]!r}" if unknown else "lacks 'train'"
-            raise PluginError(f"data set {name!r} returns a mapping that {problem}: its keys are {', '.join(known)}")
-        returned = Arrays(**returned)
-    if isinstance(returned, Source | TokenSource):
-        return returned
-    if not isinstance(returned, Arrays):
-        raise PluginError(
-            f"data set {name!r} returns {type(returned).__name__}: give Arrays of fedloom.platform.data.arrays"
-        )
-    return _checked(returned, f"data set {name!r}")
+        if isinstance(returned, Mapping):
+            known = [f.name for f in fields(Arrays)]
+            unknown = [key for key in returned if key not in known]
+            if unknown or "train" not in returned:
+                problem = f"has no {unknown[0]!r}" if unknown else "lacks 'train'"
+                raise PluginError(f"{blame} returns a mapping that {problem}: its keys are {', '.join(known)}")
+            returned = Arrays(**returned)
+        if isinstance(returned, Source | TokenSource):
+            return returned
+        if not isinstance(returned, Arrays):
+            raise PluginError(f"{blame} returns {type(returned).__name__}: give Arrays of fedloom.platform.data.arrays")
+        return _checked(returned, blame)
 
 
 def _checked(arrays: Arrays, blame: str) -> Source | TokenSource:
     train = _part(arrays.train, f"{blame}: train")
-    test = None if arrays.test is None else _part(arrays.test, f"{blame}: test")
-    for part in (test,) if test is not None else ():
-        if part.x.shape[1:] != train.x.shape[1:] or part.x.dtype != train.x.dtype or part.y.ndim != train.y.ndim:
-            raise PluginError(
-                f"{blame}: train holds {train.x.dtype} {train.x.shape[1:]} per sample, test {part.x.dtype} "
-                f"{part.x.shape[1:]}; they must be alike"
-            )
-    if test is None:
+    if arrays.test is None:
         train, test = _held_out(train)
-    names = _class_names(arrays, (train, test), blame)
+    else:
+        test = _part(arrays.test, f"{blame}: test")
+    if test.x.shape[1:] != train.x.shape[1:] or test.x.dtype != train.x.dtype or test.y.ndim != train.y.ndim:
+        raise PluginError(
+            f"{blame}: train holds {train.x.dtype} {train.x.shape[1:]} per sample, test {test.x.dtype} "
+            f"{test.x.shape[1:]}; they must be alike"
+        )
     parts = {"train": train, "test": test}
-    clients, numbers = _clients(parts, blame)
+    described = (parts, _class_names(arrays, (train, test), blame), *_clients(parts, blame))
     if train.y.ndim == 2:
-        return TokenArrays(parts, names, clients, numbers)
+        return TokenArrays(*described)
     scale = arrays.scale if arrays.scale is not None else 255 if train.x.dtype == np.uint8 else 1
     if not isinstance(scale, Real) or not 0 < scale < math.inf:
         raise PluginError(f"{blame}: scale={scale!r:.60}: give a finite number greater than 0")
-    return LabelledArrays(parts, names, clients, numbers, scale, _normalisation(arrays, train, blame))
+    return LabelledArrays(*described, scale, _normalisation(arrays, train, blame))
 
 
 def _part(pair: Any, blame: str) -> _Part:
@@ -114,18 +108,14 @@ def _part(pair: Any, blame: str) -> _Part:
         raise PluginError(f"{blame} has no samples")
     if y.dtype.kind not in "iu" or y.ndim not in (1, 2):
         raise PluginError(f"{blame} labels are {y.dtype} {y.shape}: give whole numbers, one per sample or per token")
-    return _Part(_inputs(x, y, blame), y, _named(rest[0], blame) if rest else None)
-
-
-def _named(clients: AnyArray, blame: str) -> AnyArray:
-    """Whose each sample is: names, or whole numbers."""
-    if clients.dtype == object and all(isinstance(name, str) for name in clients.reshape(-1)):  # a column of pandas'
-        clients = clients.astype(str)
-    if clients.ndim != 1 or clients.dtype.kind not in "iuUS":
-        raise PluginError(
-            f"{blame} clients are {clients.dtype} {clients.shape}: give a name or a whole number for each"
-        )
-    return clients
+    clients = rest[0] if rest else None
+    if clients is not None:
+        if clients.dtype == object and all(isinstance(name, str) for name in clients.reshape(-1)):  # pandas' columns
+            clients = clients.astype(str)
+        if clients.ndim != 1 or clients.dtype.kind not in "iuUS":
+            kind = f"{clients.dtype} {clients.shape}"
+            raise PluginError(f"{blame} clients are {kind}: give a name or a whole number for each")
+    return _Part(_inputs(x, y, blame), y, clients)
 
 
 def _inputs(x: AnyArray, y: AnyArray, blame: str) -> AnyArray:
@@ -135,22 +125,19 @@ def _inputs(x: AnyArray, y: AnyArray, blame: str) -> AnyArray:
         return x
     if x.ndim < 2 or x.dtype.kind not in "iufb":
         raise PluginError(f"{blame} inputs are {x.dtype} {x.shape}: give numbers (n, ...)")
-    if x.dtype == np.uint8 and x.ndim in (3, 4):
-        return _channels_first(x)
-    if not _is_finite(x):
+    if x.dtype == np.uint8 and x.ndim == 3:
+        return x[:, None]
+    if x.dtype == np.uint8 and x.ndim == 4:
+        return x.transpose(0, 3, 1, 2) if x.shape[1] not in COLOURS and x.shape[3] in COLOURS else x
+    if not all(np.isfinite(chunk).all() for chunk in _chunks(x)):
         raise PluginError(f"{blame} inputs hold NaN or infinity")
     return x if x.dtype == np.float32 else x.astype(np.float32)
 
 
-def _channels_first(x: AnyArray) -> AnyArray:
-    if x.ndim == 3:
-        return x[:, None]
-    return x.transpose(0, 3, 1, 2) if x.shape[1] not in COLOURS and x.shape[3] in COLOURS else x
-
-
-def _is_finite(x: AnyArray) -> bool:
-    step = max(1, CHUNK_BYTES // max(1, x[:1].nbytes))
-    return all(bool(np.isfinite(x[start : start + step]).all()) for start in range(0, len(x), step))
+def _chunks(array: AnyArray) -> Iterator[AnyArray]:
+    """The array in pieces of bounded memory, as it may be memory-mapped."""
+    step = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
+    return (array[start : start + step] for start in range(0, len(array), step))
 
 
 def _held_out(part: _Part) -> tuple[_Part, _Part]:
@@ -208,29 +195,34 @@ def _normalisation(arrays: Arrays, train: _Part, blame: str) -> tuple[Sequence[f
     return mean.tolist(), std.tolist()
 
 
-def _digest(array: AnyArray) -> str:
-    """SHA-256 (hex) of an array's dtype, shape and content."""
-    digest = sha256(f"{array.dtype.str}{array.shape}".encode())
-    step = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
-    for start in range(0, len(array), step):
-        digest.update(np.ascontiguousarray(array[start : start + step]).data)
-    return digest.hexdigest()
-
-
-class _Brought:
+class _OfArrays:
     """Base of the sources made from arrays, which are identified by their content."""
 
-    parts: Mapping[str, _Part]
-    numbers: Mapping[str, IntArray]
+    def __init__(
+        self,
+        parts: Mapping[str, _Part],
+        class_names: tuple[str, ...],
+        client_names: tuple[str, ...],
+        clients_by_part: Mapping[str, IntArray],
+    ) -> None:
+        self.parts, self._class_names = parts, class_names
+        self._client_names, self.clients_by_part = client_names, clients_by_part
 
     @cached_property
     def _digests(self) -> Fields:
+        """SHA-256 (hex) of every array's dtype, shape and content."""
         arrays = {f"{name}_{k}": a for name, p in self.parts.items() for k, a in (("x", p.x), ("y", p.y))}
-        arrays |= {f"{name}_clients": numbers for name, numbers in self.numbers.items()}
-        return {name: _digest(array) for name, array in arrays.items()}
+        arrays |= {f"{name}_clients": clients for name, clients in self.clients_by_part.items()}
+        digests: Fields = {}
+        for name, array in arrays.items():
+            digest = sha256(f"{array.dtype.str}{array.shape}".encode())
+            for chunk in _chunks(array):
+                digest.update(np.ascontiguousarray(chunk).data)
+            digests[name] = digest.hexdigest()
+        return digests
 
 
-class LabelledArrays(_Brought, Source):
+class LabelledArrays(_OfArrays, Source):
     """Arrays with one label per sample."""
 
     def __init__(
@@ -238,12 +230,12 @@ class LabelledArrays(_Brought, Source):
         parts: Mapping[str, _Part],
         class_names: tuple[str, ...],
         client_names: tuple[str, ...],
-        numbers: Mapping[str, IntArray],
+        clients_by_part: Mapping[str, IntArray],
         scale: float,
         normalisation: tuple[Sequence[float], Sequence[float]] | None,
     ) -> None:
-        self.parts, self.numbers, self.client_names = parts, numbers, client_names
-        self._class_names, self.scale, self.normalisation = class_names, scale, normalisation
+        super().__init__(parts, class_names, client_names, clients_by_part)
+        self.client_names, self.scale, self.normalisation = client_names, scale, normalisation
         self.kind = "image" if parts["train"].x.dtype == np.uint8 else "features"
 
     @property
@@ -263,25 +255,15 @@ class LabelledArrays(_Brought, Source):
         return self.parts[part].x[rows]
 
     def clients(self, part: str) -> IntArray | None:
-        return self.numbers.get(part)
+        return self.clients_by_part.get(part)
 
 
-class TokenArrays(_Brought, TokenSource):
+class TokenArrays(_OfArrays, TokenSource):
     """Arrays of tokens, with one label per position."""
-
-    def __init__(
-        self,
-        parts: Mapping[str, _Part],
-        vocabulary: tuple[str, ...],
-        client_names: tuple[str, ...],
-        numbers: Mapping[str, IntArray],
-    ) -> None:
-        self.parts, self.numbers = parts, numbers
-        self._vocabulary, self._client_names = vocabulary, client_names
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        return self._vocabulary
+        return self._class_names
 
     @property
     def client_names(self) -> tuple[str, ...]:
@@ -293,7 +275,7 @@ class TokenArrays(_Brought, TokenSource):
 
     def sequences(self, part: str) -> TokenPart:
         arrays = self.parts[part]
-        return TokenPart(arrays.x, arrays.y, self.numbers.get(part))
+        return TokenPart(arrays.x, arrays.y, self.clients_by_part.get(part))
 
 
 # -- one `.npz` file of NumPy -----------------------------------------------------------------------------------------
@@ -322,24 +304,21 @@ def read_npz(path: Path) -> Arrays:
         raise PluginError(f"{blame} not found; set data.options.path") from None
     except (OSError, ValueError, AttributeError) as error:
         raise PluginError(f"{blame} is not a file of arrays ({error}); write it with numpy.savez") from error
-    train, test = _npz_part(arrays, "train"), _npz_part(arrays, "test")
+
+    def read_part(accepted: Mapping[str, tuple[str, ...]], part: str) -> tuple[Any, ...] | None:
+        names = {what: [name.format(part=part) for name in forms] for what, forms in accepted.items()}
+        array_of = {what: next((arrays[n] for n in forms if n in arrays), None) for what, forms in names.items()}
+        x, y, clients = array_of["x"], array_of["y"], array_of["clients"]
+        if x is None or y is None:
+            return None
+        # Some data sets publish labels as a column (n, 1).
+        labels = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+        return (x, labels) if clients is None else (x, labels, clients)
+
+    train, test = (read_part(NPZ_NAMES, part) for part in ("train", "test"))
     if train is None and test is None:
-        train = _named_arrays(arrays, NPZ_NAMES_WITHOUT_PARTS)
+        train = read_part(NPZ_NAMES_WITHOUT_PARTS, "")
     if train is None:
         raise PluginError(f"{blame} has {', '.join(arrays)[:100]}: expected train_x and train_y, or x and y")
     names = arrays.get("class_names")
     return Arrays(train, test, class_names=None if names is None else [str(n) for n in names.tolist()])
-
-
-def _npz_part(arrays: Mapping[str, Any], part: str) -> tuple[Any, ...] | None:
-    return _named_arrays(arrays, {what: tuple(n.format(part=part) for n in names) for what, names in NPZ_NAMES.items()})
-
-
-def _named_arrays(arrays: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> tuple[Any, ...] | None:
-    array_of = {what: next((arrays[n] for n in accepted if n in arrays), None) for what, accepted in names.items()}
-    x, y, clients = array_of["x"], array_of["y"], array_of["clients"]
-    if x is None or y is None:
-        return None
-    # Some data sets publish labels as a column (n, 1).
-    labels = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
-    return (x, labels) if clients is None else (x, labels, clients)

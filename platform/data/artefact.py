@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +25,7 @@ Fields = dict[str, Any]
 
 FORMAT = 1
 ABANDONED_AFTER_S = 24 * 3600.0
+AGAIN = "delete its folder and prepare again"
 
 
 def hash_of(fields: Fields) -> str:
@@ -45,35 +46,24 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     If several processes prepare the same folder, the first one to finish wins and the others' folders are deleted.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(final)
+    # A killed process leaves its folder behind. Recent folders may belong to a process that is still writing.
+    for folder in final.parent.glob(f".{final.name}.*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - folder.stat().st_mtime > ABANDONED_AFTER_S:
+                shutil.rmtree(folder, ignore_errors=True)
     temporary = final.parent / f".{final.name}.{uuid4().hex}.tmp"
     temporary.mkdir()
     try:
         yield temporary
         _fsync(temporary)
-        _rename_unless_there(temporary, final)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
         _fsync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _remove_abandoned(final: Path) -> None:
-    # A killed process leaves its folder behind. Recent folders may belong to a process that is still writing.
-    for folder in final.parent.glob(f".{final.name}.*.tmp"):
-        try:
-            age_s = time.time() - folder.stat().st_mtime
-        except FileNotFoundError:
-            continue
-        if age_s > ABANDONED_AFTER_S:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _rename_unless_there(temporary: Path, final: Path) -> None:
-    try:
-        temporary.rename(final)
-    except OSError:
-        if not final.is_dir():
-            raise
 
 
 def _fsync(folder: Path) -> None:
@@ -86,35 +76,26 @@ def _fsync(folder: Path) -> None:
 
 def write_artefact(folder: Path, manifest: str, fields: Fields, arrays: Mapping[str, AnyArray]) -> None:
     """Writes every array as NAME.npy, and the manifest: the fields, each file's hash, and the hash of all of these."""
-    content = {
-        "format": FORMAT,
-        **fields,
-        "files": {n: _write_array(folder / f"{n}.npy", a) for n, a in arrays.items()},
-    }
-    with naming(folder / manifest), (folder / manifest).open("w") as file:
-        json.dump({**content, "hash": hash_of(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    files: Fields = {}
+    for name, array in arrays.items():
+        path = folder / f"{name}.npy"
+        with naming(path), path.open("wb") as file:
+            # Not to the file itself, because of a full disk NumPy would only say how many values it has written.
+            np.save(_Writer(file), array, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        described = {"dtype": str(array.dtype), "shape": list(array.shape)}
+        files[name] = {**described, "size_bytes": path.stat().st_size, "sha256": hash_of_file(path)}
+    content = {"format": FORMAT, **fields, "files": files}
+    with naming(folder / manifest), (folder / manifest).open("w") as text:
+        json.dump({**content, "hash": hash_of(content)}, text, indent=1)
+        text.flush()
+        os.fsync(text.fileno())
 
 
 class _Writer:
-    """A file that NumPy does not write to by itself, as it says of a full disk only how many values it has written."""
-
     def __init__(self, file: BinaryIO) -> None:
         self.write = file.write
-
-
-def _write_array(path: Path, array: AnyArray) -> Fields:
-    with naming(path), path.open("wb") as file:
-        np.save(_Writer(file), array, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    return {
-        "dtype": str(array.dtype),
-        "shape": list(array.shape),
-        "size_bytes": path.stat().st_size,
-        "sha256": hash_of_file(path),
-    }
 
 
 def read_manifest(path: Path) -> Fields:
@@ -127,12 +108,12 @@ def read_manifest(path: Path) -> Fields:
     except FileNotFoundError:
         raise ValueError(f"{path}: not found; prepare the data first") from None
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); delete its folder and prepare again") from None
+        raise ValueError(f"{path}: not valid JSON ({error}); {AGAIN}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected format {FORMAT}; delete its folder and prepare again")
+        raise ValueError(f"{path}: expected format {FORMAT}; {AGAIN}")
     recorded = content.get("hash")
     if hash_of({k: v for k, v in content.items() if k != "hash"}) != recorded:
-        raise ValueError(f"{path}: was changed after it was written; delete its folder and prepare again")
+        raise ValueError(f"{path}: was changed after it was written; {AGAIN}")
     return content
 
 
@@ -141,27 +122,24 @@ def open_arrays(folder: Path, manifest: Fields) -> dict[str, AnyArray]:
 
     Raises ValueError naming the file whose size, dtype or shape differs from the manifest. Contents are not read.
     """
-    return {name: _open_array(folder / f"{name}.npy", entry) for name, entry in manifest["files"].items()}
-
-
-def _open_array(path: Path, entry: Fields) -> AnyArray:
-    if not path.is_file():
-        raise ValueError(f"{path}: not found; delete its folder and prepare again")
-    if path.stat().st_size != entry["size_bytes"]:
-        raise ValueError(
-            f"{path}: {path.stat().st_size} bytes, expected {entry['size_bytes']}; delete its folder and prepare again"
-        )
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path}: not a NumPy array ({error}); delete its folder and prepare again") from None
-    if str(array.dtype) != entry["dtype"] or list(array.shape) != entry["shape"]:
-        raise ValueError(
-            f"{path}: {array.dtype} {array.shape}, expected {entry['dtype']} {tuple(entry['shape'])}; "
-            "delete its folder and prepare again"
-        )
-    # A plain array view of the map, because indexing the subclass np.memmap is slower on every access.
-    return np.asarray(array)
+    arrays: dict[str, AnyArray] = {}
+    for name, entry in manifest["files"].items():
+        path = folder / f"{name}.npy"
+        if not path.is_file():
+            raise ValueError(f"{path}: not found; {AGAIN}")
+        size_bytes = path.stat().st_size
+        if size_bytes != entry["size_bytes"]:
+            raise ValueError(f"{path}: {size_bytes} bytes, expected {entry['size_bytes']}; {AGAIN}")
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise ValueError(f"{path}: not a NumPy array ({error}); {AGAIN}") from None
+        if str(array.dtype) != entry["dtype"] or list(array.shape) != entry["shape"]:
+            expected = f"{entry['dtype']} {tuple(entry['shape'])}"
+            raise ValueError(f"{path}: {array.dtype} {array.shape}, expected {expected}; {AGAIN}")
+        # A plain array view of the map, because indexing the subclass np.memmap is slower on every access.
+        arrays[name] = np.asarray(array)
+    return arrays
 
 
 def verify_arrays(folder: Path, manifest: Fields) -> None:
@@ -169,7 +147,7 @@ def verify_arrays(folder: Path, manifest: Fields) -> None:
     for name, entry in manifest["files"].items():
         path = folder / f"{name}.npy"
         if hash_of_file(path) != entry["sha256"]:
-            raise ValueError(f"{path}: SHA-256 differs from the recorded one; delete its folder and prepare again")
+            raise ValueError(f"{path}: SHA-256 differs from the recorded one; {AGAIN}")
 
 
 # -- hashes of blocks -------------------------------------------------------------------------------------------------
@@ -183,7 +161,6 @@ WHOLE_BYTES = 2**21
 """Files up to this size are read whole."""
 BLOCKS, BLOCK_BYTES = 32, 2**16
 """2 MiB per file: two files take a few milliseconds, and about a hundred from a disk that has to seek."""
-AGAIN = "delete its folder and prepare again"
 
 
 def write_blocks(folder: Path) -> None:

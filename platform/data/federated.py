@@ -101,22 +101,18 @@ class FederatedData:
         Raises ValueError for a share outside (0, 1] or without a generator.
         """
         check_split(split)
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share}: must be in (0, 1]")
         if split == "test" or self._is_apart(split):
             part, indices = split, np.arange(self.dataset.num_samples(split))
         else:
             part, indices = "train", self.partition.all_indices(split)
-        return self.dataset.tensors(part, _keep(indices, share, rng))
-
-
-def _keep(indices: IntArray, share: float, rng: np.random.Generator | None) -> IntArray:
-    if not 0 < share <= 1:
-        raise ValueError(f"share={share}: must be in (0, 1]")
-    if share == 1 or len(indices) == 0:
-        return indices
-    if rng is None:
-        raise ValueError(f"share={share}: a share below 1 needs a random generator")
-    positions = rng.choice(len(indices), size=max(1, round(share * len(indices))), replace=False)
-    return indices[np.sort(positions)]
+        if share < 1 and len(indices):
+            if rng is None:
+                raise ValueError(f"share={share}: a share below 1 needs a random generator")
+            size = max(1, round(share * len(indices)))
+            indices = indices[np.sort(rng.choice(len(indices), size=size, replace=False))]
+        return self.dataset.tensors(part, indices)
 
 
 CLIENTS_AT_ONCE = 10_000

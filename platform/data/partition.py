@@ -42,7 +42,15 @@ def prepare_partition(config: DataConfig, dataset: Dataset, seed: int) -> Path:
     folder = cache_root(config) / "partitions" / f"{dataset.name}-{key}"
     if not folder.is_dir():
         check_cache(config)
-        _write(folder, dataset, generator, allocate(config, dataset, seed))
+        arrays = allocate(config, dataset, seed)
+        fields: Fields = {
+            "generator": generator,
+            "dataset": {"name": dataset.name, "hash": dataset.hash},
+            "num_clients": generator["num_clients"],
+            "samples": {split: len(arrays[split]) for split in SPLITS},
+        }
+        with atomic_folder(folder) as temporary:
+            write_artefact(temporary, MANIFEST, fields, arrays)
     Partition.open(folder, dataset)
     return folder
 
@@ -64,17 +72,6 @@ def _with_hash(manifests: Iterable[Path], wanted: str) -> Path | None:
             if json.loads(path.read_text())["hash"] == wanted:
                 return path
     return None
-
-
-def _write(folder: Path, dataset: Dataset, generator: Fields, arrays: dict[str, AnyArray]) -> None:
-    fields: Fields = {
-        "generator": generator,
-        "dataset": {"name": dataset.name, "hash": dataset.hash},
-        "num_clients": generator["num_clients"],
-        "samples": {split: len(arrays[split]) for split in SPLITS},
-    }
-    with atomic_folder(folder) as temporary:
-        write_artefact(temporary, MANIFEST, fields, arrays)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,19 +183,16 @@ def check_arrays(
     refer to the train part, too, and so must differ from those of the other splits.
     """
     for split in SPLITS:
-        _check_offsets(path / f"{split}_offsets.npy", arrays[f"{split}_offsets"], num_clients, len(arrays[split]))
+        file, offsets, indices = path / f"{split}_offsets.npy", arrays[f"{split}_offsets"], len(arrays[split])
+        rises = len(offsets) == num_clients + 1 and bool((np.diff(offsets) >= 0).all())
+        if not rises or offsets[0] != 0 or offsets[-1] != indices:
+            raise ValueError(f"{file}: must rise from 0 to {indices} in {num_clients + 1} numbers; prepare it again")
     if num_clients and np.diff(arrays["train_offsets"]).min() < 1:
         raise ValueError(f"{path / 'train_offsets.npy'}: a client has no training samples; prepare the partition again")
     used = np.zeros(num_train, dtype=bool)
     _mark(path / "train.npy", arrays["train"], used)
     _mark(path / "validation.npy", arrays["validation"], used)
     _mark(path / "test.npy", arrays["test"], used if num_test is None else np.zeros(num_test, dtype=bool))
-
-
-def _check_offsets(file: Path, offsets: IntArray, num_clients: int, num_indices: int) -> None:
-    rises = len(offsets) == num_clients + 1 and bool((np.diff(offsets) >= 0).all())
-    if not rises or offsets[0] != 0 or offsets[-1] != num_indices:
-        raise ValueError(f"{file}: must rise from 0 to {num_indices} in {num_clients + 1} numbers; prepare it again")
 
 
 def _mark(file: Path, indices: IntArray, used: AnyArray) -> None:

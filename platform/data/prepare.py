@@ -26,7 +26,6 @@ from fedloom.platform.data.tokens import TokenSource, compact
 from fedloom.platform.seeding import stream
 
 KEY_LENGTH = 16
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
 CHUNK = 4096
 
 
@@ -44,7 +43,16 @@ def prepare_dataset(config: DataConfig, *, verify: bool = False) -> Path:
     """
     check(config)
     source = find_source(config)
-    folder = _prepare(config, source)
+    identity = source.identity()
+    folder, name = _folder(config, identity), _name(config)
+    if not folder.is_dir():
+        check_cache(config)
+        fields, arrays = _tokens(config, source) if isinstance(source, TokenSource) else _labelled(config, source)
+        with atomic_folder(folder) as temporary:
+            write_artefact(temporary, MANIFEST, {"name": name, **fields, "source": identity}, arrays)
+            write_blocks(temporary)
+    if isinstance(source, Source):
+        write_label_sets(folder, lambda: source.label_sets)
     dataset = Dataset.open(folder)
     if verify:
         dataset.verify()
@@ -71,21 +79,7 @@ def _folder(config: DataConfig, source: Fields) -> Path:
 
 
 def _name(config: DataConfig) -> str:
-    return _NOT_IN_NAMES.sub("-", config.dataset)
-
-
-def _prepare(config: DataConfig, source: Source | TokenSource) -> Path:
-    identity = source.identity()
-    folder = _folder(config, identity)
-    if not folder.is_dir():
-        check_cache(config)
-        fields, arrays = _tokens(config, source) if isinstance(source, TokenSource) else _labelled(config, source)
-        with atomic_folder(folder) as temporary:
-            write_artefact(temporary, MANIFEST, {"name": _name(config), **fields, "source": identity}, arrays)
-            write_blocks(temporary)
-    if isinstance(source, Source):
-        write_label_sets(folder, lambda: source.label_sets)
-    return folder
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", config.dataset)
 
 
 def _labelled(config: DataConfig, source: Source) -> Content:
@@ -155,9 +149,12 @@ def mean_and_std(x_NCHW: ByteArray, scale: float) -> tuple[list[float], list[flo
     """
     n = x_NCHW.shape[0] * x_NCHW.shape[2] * x_NCHW.shape[3]
     mean, std = [], []
-    for histogram in _histograms(x_NCHW).tolist():
-        total = sum(value * count for value, count in enumerate(histogram))
-        squares = sum(value * value * count for value, count in enumerate(histogram))
+    for x_NHW in x_NCHW.swapaxes(0, 1):
+        histogram = np.zeros(256, dtype=np.int64)
+        for start in range(0, len(x_NHW), CHUNK):  # bincount converts its input to eight bytes per value
+            histogram += np.bincount(x_NHW[start : start + CHUNK].ravel(), minlength=256)
+        total = sum(value * count for value, count in enumerate(histogram.tolist()))
+        squares = sum(value * value * count for value, count in enumerate(histogram.tolist()))
         variance = (n * squares - total * total) / (n * n)
         mean.append(total / (n * scale))
         std.append(variance**0.5 / scale if variance > 0 else 1.0)
@@ -175,12 +172,3 @@ def mean_and_std_of_floats(x: AnyArray, scale: float) -> tuple[list[float], list
     mean = total / n
     variance = np.maximum(squares / n - np.square(mean), 0.0)
     return mean.tolist(), np.where(variance > 0, np.sqrt(variance), 1.0).tolist()
-
-
-def _histograms(x_NCHW: ByteArray) -> IntArray:
-    counts = np.zeros((x_NCHW.shape[1], 256), dtype=np.int64)
-    # In chunks, because bincount converts its input to eight bytes per value.
-    for start in range(0, len(x_NCHW), CHUNK):
-        for channel in range(x_NCHW.shape[1]):
-            counts[channel] += np.bincount(x_NCHW[start : start + CHUNK, channel].ravel(), minlength=256)
-    return counts

@@ -1,6 +1,6 @@
 """The registry of data sets: built-in ones, torchvision's and a user's own, and what is known of the published ones."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from fedloom.platform.data.image_files import (
     CINIC_FOLDERS,
     IMAGE_SIDE,
     LAYOUTS,
-    OwnFolders,
+    FolderSource,
     PickleSource,
     find_cinic,
     find_folders,
@@ -97,37 +97,34 @@ PUBLISHED: Mapping[str, Published] = {
 def differences(config: DataConfig, dataset: Dataset) -> list[str]:
     """In what a prepared data set differs from what was published, a line each; empty for a sub-sample."""
     known = PUBLISHED.get(config.dataset)
-    return [] if known is None else list(_differences(known, config, dataset))
-
-
-def _differences(known: Published, config: DataConfig, dataset: Dataset) -> Iterator[str]:
+    if known is None:
+        return []
+    lines = []
     if dataset.num_classes != known.classes:
         what = "tokens in its vocabulary" if dataset.kind == "tokens" else "classes"
-        yield f"it has {dataset.num_classes} {what}, published are {known.classes}"
+        lines.append(f"it has {dataset.num_classes} {what}, published are {known.classes}")
     for name, count in (known.coarse or {}).items():
-        label_set = dataset.label_sets.get(name)
-        if label_set is None or len(label_set.names) != count:
-            yield f"it has {0 if label_set is None else len(label_set.names)} {name} classes, published are {count}"
+        names = dataset.label_sets[name].names if name in dataset.label_sets else ()
+        if len(names) != count:
+            lines.append(f"it has {len(names)} {name} classes, published are {count}")
     clients = len(dataset.client_names)
     if known.clients is not None and clients != known.clients:
-        yield f"it has {clients} clients, published are {known.clients}"
+        lines.append(f"it has {clients} clients, published are {known.clients}")
     for part, count, asked in zip(PARTS, known.samples, (config.train_samples, config.test_samples), strict=True):
-        if asked is None and not config.options:  # which change how a text is cut
-            yield from _of_part(known, part, dataset.labels(part), count)
-
-
-def _of_part(known: Published, part: str, labels: IntArray, count: int) -> Iterator[str]:
-    predicted, what = (int((labels >= 0).sum()), "tokens") if labels.ndim == 2 else (len(labels), "samples")
-    if predicted != count:
-        yield f"its {part} part has {predicted} {what}, published are {count}: a file may be incomplete"
-    elif known.even:
-        of_class = np.bincount(labels, minlength=known.classes)
-        if of_class.min() != of_class.max():
+        if asked is not None or config.options:  # which change how a text is cut
+            continue
+        labels = dataset.labels(part)
+        predicted, what = (int((labels >= 0).sum()), "tokens") if labels.ndim == 2 else (len(labels), "samples")
+        of_class = np.bincount(labels, minlength=known.classes) if known.even else np.zeros(1)
+        if predicted != count:
+            lines.append(f"its {part} part has {predicted} {what}, published are {count}: a file may be incomplete")
+        elif of_class.min() != of_class.max():
             most, least = int(of_class.argmax()), int(of_class.argmin())
-            yield (
+            lines.append(
                 f"its {part} part has {of_class[most]} samples of class {most} and {of_class[least]} of {least}; "
                 "published are as many of each"
             )
+    return lines
 
 
 # -- the data sets by name --------------------------------------------------------------------------------------------
@@ -135,7 +132,6 @@ def _of_part(known: Published, part: str, labels: IntArray, count: int) -> Itera
 FIXED_SEED = 0
 """Seed of splits and sub-samples, which are properties of the data set and independent of the run's seed."""
 SYNTHETIC_CLASSES = 10
-SYNTHETIC_SAMPLES = {"train": 10_000, "test": 2_000}
 DIGITS_TEST_SHARE = 0.2
 TORCHVISION = "torchvision:"
 
@@ -154,8 +150,7 @@ def digits(config: DataConfig) -> Source:
 
 def synthetic(config: DataConfig) -> Source:
     """Random images of CIFAR-10's shape, a pattern per class plus noise, in any number."""
-    samples = SYNTHETIC_SAMPLES
-    return SyntheticSource(config.train_samples or samples["train"], config.test_samples or samples["test"])
+    return SyntheticSource(config.train_samples or 10_000, config.test_samples or 2_000)
 
 
 def cinic10(config: DataConfig) -> Source:
@@ -219,19 +214,19 @@ def folder(
     path: Annotated[str, PATH, "folder with train/CLASS/*.png and test/CLASS/*.png, or with CLASS/*.png"],
     size: Annotated[int | None, IMAGE_SIDE, "scale images to size x size; null: all are of one size"] = None,
     grey: Annotated[bool, "one channel instead of three"] = False,
-) -> OwnFolders:
+) -> FolderSource:
     """Image files in folders, one folder per class."""
-    return find_folders(_place(config, path), size, grey=grey)
+    return find_folders(_existing(config, path), size, grey=grey)
 
 
 def npz(
     config: DataConfig, *, path: Annotated[str, PATH, "the file; arrays train_x, train_y, test_x, test_y"]
 ) -> Arrays:
     """One .npz file of NumPy."""
-    return read_npz(_place(config, path))
+    return read_npz(_existing(config, path))
 
 
-def _place(config: DataConfig, path: str) -> Path:
+def _existing(config: DataConfig, path: str) -> Path:
     """The given path if it exists, otherwise the path relative to the folder of the originals if that exists."""
     as_given = Path(path).expanduser()
     below = data_root(config) / as_given
@@ -305,7 +300,15 @@ def _find_cifar(dataset: str, root: Path, download: bool) -> Source:
     if parquet is not None:
         return parquet
     if download:
-        _download(dataset, root)
+        datasets = torchvision_datasets()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[dataset](root, download=True)
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"data.download=true: {dataset} could not be fetched into {root} ({error}); "
+                f"put {LAYOUTS[dataset].folder}/ there by hand"
+            ) from error
         return pickles
     if pickles.folder.is_dir():
         raise ValueError(f"{pickles.folder}: {pickles.missing_files()[0]} is missing; unpack the archive again")
@@ -313,18 +316,6 @@ def _find_cifar(dataset: str, root: Path, download: bool) -> Source:
         f"{dataset} not found under {root}: looked for {PUBLISHED[dataset].where}; set FEDLOOM_DATA or data.root, or "
         "data.download=true"
     )
-
-
-def _download(dataset: str, root: Path) -> None:
-    datasets = torchvision_datasets()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[dataset](root, download=True)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f"data.download=true: {dataset} could not be fetched into {root} ({error}); "
-            f"put {LAYOUTS[dataset].folder}/ there by hand"
-        ) from error
 
 
 # -- data sets without files ------------------------------------------------------------------------------------------

@@ -84,10 +84,8 @@ SHAKESPEARE_FILES = {"train": "shakespeare_train.h5", "test": "shakespeare_test.
 EXPECTED_HDF5 = "expected HDF5 with /examples/CLIENT/snippets (bytes)"
 
 
-def _id_of_byte() -> ByteArray:
-    ids = np.full(256, OOV, dtype=np.uint8)
-    ids[np.frombuffer(CHARACTERS.encode(), dtype=np.uint8)] = np.arange(1, len(CHARACTERS) + 1)
-    return ids
+_ID_OF_BYTE: ByteArray = np.full(256, OOV, dtype=np.uint8)
+_ID_OF_BYTE[np.frombuffer(CHARACTERS.encode(), dtype=np.uint8)] = np.arange(1, len(CHARACTERS) + 1)
 
 
 def encode(snippets: Iterable[bytes]) -> IntArray:
@@ -96,11 +94,10 @@ def encode(snippets: Iterable[bytes]) -> IntArray:
     Sequences are cut from the concatenated text, whereas TensorFlow Federated's own preprocessing pads the last
     sequence of every line.
     """
-    ids = _id_of_byte()
     bos, eos = np.array([BOS], dtype=np.uint8), np.array([EOS], dtype=np.uint8)
     pieces = [np.empty(0, dtype=np.uint8)]
     for snippet in snippets:
-        pieces += [bos, ids[np.frombuffer(snippet, dtype=np.uint8)], eos]
+        pieces += [bos, _ID_OF_BYTE[np.frombuffer(snippet, dtype=np.uint8)], eos]
     return np.concatenate(pieces, dtype=np.int64)
 
 

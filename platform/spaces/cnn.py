@@ -66,33 +66,55 @@ class Residual(nn.Module):
         return x + y
 
 
-def _build_conv(kernel: int, channels: int) -> nn.Module:
-    return ConvNormRelu(channels, channels, kernel, padding=kernel // 2)
+def conv(kernel: int) -> Operator:
+    """k x k convolution, c -> c."""
+    _check_kernel(kernel)
+    return Operator(f"conv({kernel})", lambda c: ConvNormRelu(c, c, kernel, padding=kernel // 2))
 
 
-def _build_ds(kernel: int, expansion: float, channels: int) -> nn.Module:
-    middle = _expanded(f"ds({kernel},{expansion:g})", channels, expansion)
-    groups = min(channels, middle)
-    if channels % groups or middle % groups:
-        raise ValueError(
-            f"ds({kernel},{expansion:g}) cannot group {channels} channels into {middle}: one must divide the other"
-        )
-    return Residual(
-        ConvNormRelu(channels, middle, kernel, padding=kernel // 2, groups=groups), ConvNormRelu(middle, channels, 1)
-    )
+def ds(kernel: int, expansion: float) -> Operator:
+    """Input + [k x k convolution in min(c, m) groups, c -> m; 1 x 1 convolution, m -> c], m = floor(c * expansion)."""
+    _check_kernel(kernel)
+    name = f"ds({kernel},{_positive(expansion):g})"
+
+    def build(channels: int) -> nn.Module:
+        middle = _expanded(name, channels, expansion)
+        groups = min(channels, middle)
+        if channels % groups or middle % groups:
+            raise ValueError(f"{name} cannot group {channels} channels into {middle}: one must divide the other")
+        first = ConvNormRelu(channels, middle, kernel, padding=kernel // 2, groups=groups)
+        return Residual(first, ConvNormRelu(middle, channels, 1))
+
+    return Operator(name, build)
 
 
-def _build_mb(kernel: int, expansion: float, channels: int) -> nn.Module:
-    middle = _expanded(f"mb({kernel},{expansion:g})", channels, expansion)
-    return Residual(
-        ConvNormRelu(channels, middle, kernel, padding=kernel // 2),
-        SqueezeExcitation(middle),
-        ConvNormRelu(middle, channels, 1),
-    )
+def mb(kernel: int, expansion: float) -> Operator:
+    """Input + [dense k x k convolution, c -> m; squeeze-and-excitation; 1 x 1 convolution, m -> c], m = floor(c*e)."""
+    _check_kernel(kernel)
+    name = f"mb({kernel},{_positive(expansion):g})"
+
+    def build(channels: int) -> nn.Module:
+        middle = _expanded(name, channels, expansion)
+        first = ConvNormRelu(channels, middle, kernel, padding=kernel // 2)
+        return Residual(first, SqueezeExcitation(middle), ConvNormRelu(middle, channels, 1))
+
+    return Operator(name, build)
 
 
-def _build_identity(_channels: int) -> nn.Module:
-    return nn.Identity()
+def identity() -> Operator:
+    """The input: no parameters, no cost."""
+    return Operator("identity", lambda _channels: nn.Identity())
+
+
+def _check_kernel(kernel: int) -> None:
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"a kernel must be odd and positive to keep the shape, given {kernel}")
+
+
+def _positive(expansion: float) -> float:
+    if not 0 < expansion < math.inf:
+        raise ValueError(f"an expansion must be positive, given {expansion}")
+    return expansion
 
 
 def _expanded(name: str, channels: int, expansion: float) -> int:
@@ -100,40 +122,6 @@ def _expanded(name: str, channels: int, expansion: float) -> int:
     if middle < 1:
         raise ValueError(f"{name} leaves no channel of {channels}: use a larger expansion or more channels")
     return middle
-
-
-def conv(kernel: int) -> Operator:
-    """k x k convolution, c -> c."""
-    return Operator(f"conv({_odd(kernel)})", partial(_build_conv, kernel))
-
-
-def ds(kernel: int, expansion: float) -> Operator:
-    """Input + [k x k convolution in min(c, m) groups, c -> m; 1 x 1 convolution, m -> c], m = floor(c * expansion)."""
-    name = f"ds({_odd(kernel)},{_positive(expansion):g})"
-    return Operator(name, partial(_build_ds, kernel, expansion))
-
-
-def mb(kernel: int, expansion: float) -> Operator:
-    """Input + [dense k x k convolution, c -> m; squeeze-and-excitation; 1 x 1 convolution, m -> c], m = floor(c*e)."""
-    name = f"mb({_odd(kernel)},{_positive(expansion):g})"
-    return Operator(name, partial(_build_mb, kernel, expansion))
-
-
-def identity() -> Operator:
-    """The input: no parameters, no cost."""
-    return Operator("identity", _build_identity)
-
-
-def _odd(kernel: int) -> int:
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"a kernel must be odd and positive to keep the shape, given {kernel}")
-    return kernel
-
-
-def _positive(expansion: float) -> float:
-    if not 0 < expansion < math.inf:
-        raise ValueError(f"an expansion must be positive, given {expansion}")
-    return expansion
 
 
 _FORMS = "conv(k), ds(k,e), mb(k,e), identity"
@@ -204,7 +192,7 @@ class CnnDesign:
 
     def after(self, channels: int) -> int:
         """Channels after a reduction: twice as many, or floor(1.5 c)."""
-        return 2 * channels if self.pooled else widened(channels)
+        return 2 * channels if self.pooled else channels * 3 // 2
 
 
 CNN_CIFAR = CnnDesign("cnn_cifar", (3, 32, 32), 10, 64, (4, 4, 4, 4), (2, 2, 2, 2))
@@ -233,7 +221,7 @@ class Reduction(nn.Module):
 
     def __init__(self, channels: int, stride: int, depthwise_link: bool) -> None:
         super().__init__()
-        wider = widened(channels)
+        wider = channels * 3 // 2
         self.main = _depthwise_separable(channels, wider, stride)
         if depthwise_link:
             self.link = _depthwise_separable(channels, wider, stride)
@@ -243,13 +231,6 @@ class Reduction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.main(x) + self.link(x)
         return y
-
-
-class PooledReduction(nn.Sequential):
-    """(N, c, H, W) -> (N, 2 c, ceil(H/stride), ceil(W/stride)): 3x3 averages, then a 1x1 convolution."""
-
-    def __init__(self, channels: int, stride: int) -> None:
-        super().__init__(nn.AvgPool2d(3, stride, padding=1), ConvNormRelu(channels, 2 * channels, 1))
 
 
 class CnnSkeleton(nn.Module):
@@ -265,7 +246,9 @@ class CnnSkeleton(nn.Module):
         self.stem = ConvNormRelu(design.input_shape[0], design.stem_channels, 3, stride=design.stem_stride, padding=1)
         reductions = zip(channels, design.stage_strides, strict=True)
         self.reductions = nn.ModuleList(
-            PooledReduction(c, stride) if design.pooled else Reduction(c, stride, design.depthwise_link)
+            nn.Sequential(nn.AvgPool2d(3, stride, padding=1), ConvNormRelu(c, 2 * c, 1))
+            if design.pooled
+            else Reduction(c, stride, design.depthwise_link)
             for c, stride in reductions
         )
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -286,11 +269,6 @@ class CnnSkeleton(nn.Module):
 
 def _classifier(design: CnnDesign, classes: int) -> nn.Module:
     return nn.Linear(design.after(_stage_channels(design)[-1]), classes)
-
-
-def widened(channels: int) -> int:
-    """Channels after a reduction: floor(1.5 c)."""
-    return channels * 3 // 2
 
 
 def _stage_channels(design: CnnDesign) -> list[int]:
@@ -344,10 +322,6 @@ def _check(design: CnnDesign) -> None:
         raise ValueError(f"heads={list(design.heads)}: give the classes of every task, each at least 2")
     if not design.operators:
         raise ValueError("operators must name at least one operator")
-    _check_strides(design)
-
-
-def _check_strides(design: CnnDesign) -> None:
     if design.pooled and design.depthwise_link:
         raise ValueError(f"depthwise_link=true: the reductions of {design.name} have no link")
     allowed = (1, 2) if design.depthwise_link or design.pooled else (2,)

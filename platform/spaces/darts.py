@@ -241,7 +241,21 @@ class DartsDesign:
                 f"space {self.name} takes images (C, H, W) with sides that two reductions can halve, multiples of "
                 f"{factor}, given {tuple(self.input_shape)}"
             )
-        _check_operators(self)
+        per_edge = sum(not isinstance(row, str) for row in self.operators)
+        decisions = 2 * len(self.edges)
+        if per_edge not in (0, len(self.operators)) or (per_edge and per_edge != decisions):
+            raise ValueError(
+                f"space {self.name}: operators are names for every edge, or one tuple of names for each of the "
+                f"{decisions} edges, given {per_edge} tuples and {len(self.operators) - per_edge} names"
+            )
+        for decision, names in enumerate(self.operator_names):
+            edge = f"space {self.name}: edge {self.edge_name(decision)}"
+            if not names or len(set(names)) != len(names):
+                shown = ", ".join(names) or "none"
+                raise ValueError(f"{edge} needs at least one operator and each once, given {shown}")
+            for name in names:
+                if name not in OPERATORS:
+                    raise ValueError(f"{edge}: unknown operator {name!r}: known are {', '.join(OPERATORS)}")
 
     @property
     def edges(self) -> tuple[Edge, ...]:
@@ -261,23 +275,6 @@ class DartsDesign:
         cell_type, edge = divmod(decision, len(self.edges))
         source, node = self.edges[edge]
         return f"{CELL_TYPES[cell_type]} {source}->{node}"
-
-
-def _check_operators(design: DartsDesign) -> None:
-    per_edge = sum(not isinstance(row, str) for row in design.operators)
-    decisions = 2 * len(design.edges)
-    if per_edge not in (0, len(design.operators)) or (per_edge and per_edge != decisions):
-        raise ValueError(
-            f"space {design.name}: operators are names for every edge, or one tuple of names for each of the "
-            f"{decisions} edges, given {per_edge} tuples and {len(design.operators) - per_edge} names"
-        )
-    for decision, names in enumerate(design.operator_names):
-        edge = f"space {design.name}: edge {design.edge_name(decision)}"
-        if not names or len(set(names)) != len(names):
-            raise ValueError(f"{edge} needs at least one operator and each once, given {', '.join(names) or 'none'}")
-        for name in names:
-            if name not in OPERATORS:
-                raise ValueError(f"{edge}: unknown operator {name!r}: known are {', '.join(OPERATORS)}")
 
 
 @dataclass(frozen=True)
@@ -486,7 +483,7 @@ class DartsSpace(SummedOperatorSpace):
         return f"edge {self.design.edge_name(decision)}"
 
     def _decisions_of(self, cell: int) -> range:
-        return self.decisions(CELL_TYPES[self.plans[cell].reduction])
+        return self.decisions(self.cell_type(cell))
 
     # -- networks ---------------------------------------------------------------------------------------------------
 

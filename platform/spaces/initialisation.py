@@ -72,7 +72,10 @@ def initialise(module: nn.Module, generator: torch.Generator) -> TensorsByName:
         state = part.state_dict(keep_vars=True)
         own_tensors = {n: torch.empty(t.shape, dtype=t.dtype, device="cpu") for n, t in state.items() if "." not in n}
         if own_tensors:
-            _fill(part, own_tensors, generator)
+            if isinstance(part, InitialisesItself):
+                part.initialise_own(own_tensors, generator)
+            else:
+                _fill(part, own_tensors, generator)
             weights.update({f"{prefix}.{name}" if prefix else name: t for name, t in own_tensors.items()})
     missing = module.state_dict().keys() - weights.keys()
     if missing:
@@ -81,14 +84,32 @@ def initialise(module: nn.Module, generator: torch.Generator) -> TensorsByName:
 
 
 def _fill(part: nn.Module, tensors: TensorsByName, generator: torch.Generator) -> None:
-    if isinstance(part, InitialisesItself):
-        part.initialise_own(tensors, generator)
-        return
-    for kinds, fill in _FILLS:
-        if isinstance(part, kinds):
-            fill(tensors, generator)
-            return
-    raise ValueError(f"no initial values are known for {type(part).__name__}: give it a method initialise_own")
+    match part:
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            for name, tensor in tensors.items():
+                if name == "weight":
+                    nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
+                else:
+                    tensor.zero_()
+        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d() | nn.GroupNorm() | nn.LayerNorm():
+            for name, tensor in tensors.items():
+                tensor.fill_(1 if name in {"weight", "running_var"} else 0)
+        case nn.Linear():
+            fill_uniform(tensors, tensors["weight"].shape[1], generator)
+        case nn.Embedding():
+            tensors["weight"].normal_(generator=generator)
+        case nn.LSTM() | nn.GRU() | nn.RNN():
+            # weight_hh_l0 is (gates * hidden, hidden): PyTorch's bound is 1/sqrt(hidden).
+            fill_uniform(tensors, tensors["weight_hh_l0"].shape[1], generator)
+        case _:
+            raise ValueError(f"no initial values are known for {type(part).__name__}: give it a method initialise_own")
+
+
+def fill_uniform(tensors: Mapping[str, Tensor], fan: int, generator: torch.Generator) -> None:
+    """Values uniform in +-1/sqrt(fan), drawn tensor after tensor."""
+    bound = 1 / math.sqrt(max(fan, 1))
+    for tensor in tensors.values():
+        tensor.uniform_(-bound, bound, generator=generator)
 
 
 class UniformConvolution(nn.Conv2d):
@@ -96,46 +117,4 @@ class UniformConvolution(nn.Conv2d):
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Weights and biases uniform in +-1/sqrt(fan-in)."""
-        _fill_uniform(tensors_by_name, math.prod(tensors_by_name["weight"].shape[1:]), generator)
-
-
-def _fill_convolution(tensors: TensorsByName, generator: torch.Generator) -> None:
-    for name, tensor in tensors.items():
-        if name == "weight":
-            nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
-        else:
-            tensor.zero_()
-
-
-def _fill_norm(tensors: TensorsByName, _generator: torch.Generator) -> None:
-    for name, tensor in tensors.items():
-        tensor.fill_(1 if name in {"weight", "running_var"} else 0)
-
-
-def _fill_linear(tensors: TensorsByName, generator: torch.Generator) -> None:
-    _fill_uniform(tensors, tensors["weight"].shape[1], generator)
-
-
-def _fill_embedding(tensors: TensorsByName, generator: torch.Generator) -> None:
-    tensors["weight"].normal_(generator=generator)
-
-
-def _fill_recurrent(tensors: TensorsByName, generator: torch.Generator) -> None:
-    # weight_hh_l0 is (gates * hidden, hidden): PyTorch's bound is 1/sqrt(hidden).
-    _fill_uniform(tensors, tensors["weight_hh_l0"].shape[1], generator)
-
-
-def _fill_uniform(tensors: Mapping[str, Tensor], fan: int, generator: torch.Generator) -> None:
-    bound = 1 / math.sqrt(max(fan, 1))
-    for tensor in tensors.values():
-        tensor.uniform_(-bound, bound, generator=generator)
-
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm)
-_FILLS: tuple[tuple[tuple[type[nn.Module], ...], Callable[[TensorsByName, torch.Generator], None]], ...] = (
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _fill_convolution),
-    (_NORMS, _fill_norm),
-    ((nn.Linear,), _fill_linear),
-    ((nn.Embedding,), _fill_embedding),
-    ((nn.LSTM, nn.GRU, nn.RNN), _fill_recurrent),
-)
+        fill_uniform(tensors_by_name, math.prod(tensors_by_name["weight"].shape[1:]), generator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fedloom.platform.spaces.initialisation import fill_uniform
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 from fedloom.platform.spaces.space_config import Spaces, from_design
 
@@ -178,9 +178,7 @@ class _Gated(nn.Module):
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Uniform in +-1/sqrt(units), as torch's recurrent layers."""
-        bound = 1 / math.sqrt(self.units)
-        for tensor in tensors_by_name.values():
-            tensor.uniform_(-bound, bound, generator=generator)
+        fill_uniform(tensors_by_name, self.units, generator)
 
     def _inputs(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight_input, self.bias_input)
@@ -272,9 +270,7 @@ class CausalConvolution(nn.Conv1d):
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Uniform in +-1/sqrt(fan-in), as torch's; no rectifier follows."""
-        bound = 1 / math.sqrt(self.in_channels * self.kernel_size[0])
-        for tensor in tensors_by_name.values():
-            tensor.uniform_(-bound, bound, generator=generator)
+        fill_uniform(tensors_by_name, self.in_channels * self.kernel_size[0], generator)
 
     def forward(self, x: Tensor) -> Tensor:
         before = F.pad(x.transpose(1, 2), (self.kernel_size[0] - 1, 0))

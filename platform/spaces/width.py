@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedloom.platform.plugins import PluginError, blaming, imported
 from fedloom.platform.settings import NOT_EMPTY
 from fedloom.platform.spaces.base import SearchSpace, SlicedSpace, samples_of, supernet_shapes
-from fedloom.platform.spaces.initialisation import on_meta
+from fedloom.platform.spaces.initialisation import fill_uniform, on_meta
 from fedloom.platform.spaces.resnet import Resnet18, Resnet18Design
 from fedloom.platform.spaces.slices import Architecture, Weights
 from fedloom.platform.spaces.space_config import SpaceConfig, Spaces, from_design
@@ -107,22 +107,22 @@ def _narrow(name: str, keep: Keep, last: bool, part: nn.Module, inputs: tuple[An
     elif isinstance(part, nn.Linear):
         part.in_features = x.shape[-1]
         part.out_features = part.out_features if last else keep(part.out_features)
-        _resize(part, weight=(part.out_features, part.in_features), bias=(part.out_features,))
+        resize(part, weight=(part.out_features, part.in_features), bias=(part.out_features,))
     elif isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
         part.num_features = x.shape[1]
-        _resize(part, **dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (x.shape[1],)))
+        resize(part, **dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (x.shape[1],)))
     elif isinstance(part, nn.GroupNorm):
         size = part.num_channels // part.num_groups
         if x.shape[1] % size:
             raise ValueError(f"{name} has groups of {size} channels and would get {x.shape[1]}: use another norm")
         part.num_channels, part.num_groups = x.shape[1], x.shape[1] // size
-        _resize(part, weight=(x.shape[1],), bias=(x.shape[1],))
+        resize(part, weight=(x.shape[1],), bias=(x.shape[1],))
     elif isinstance(part, nn.LayerNorm) and len(part.normalized_shape) == 1:
         part.normalized_shape = (x.shape[-1],)
-        _resize(part, weight=(x.shape[-1],), bias=(x.shape[-1],))
+        resize(part, weight=(x.shape[-1],), bias=(x.shape[-1],))
     elif isinstance(part, nn.Embedding):
         part.embedding_dim = keep(part.embedding_dim)
-        _resize(part, weight=(part.num_embeddings, part.embedding_dim))
+        resize(part, weight=(part.num_embeddings, part.embedding_dim))
     else:
         raise ValueError(f"{name} is {type(part).__name__}, of which no narrower version is known: give it `narrow`")
 
@@ -139,10 +139,10 @@ def _narrow_convolution(name: str, part: nn.Conv1d | nn.Conv2d, inputs: int, kee
             f"{name} is a convolution of {part.groups} groups: only 1, or one per channel, can be narrower"
         )
     part.in_channels, part.out_channels = inputs, out
-    _resize(part, weight=(out, inputs // part.groups, *part.weight.shape[2:]), bias=(out,))
+    resize(part, weight=(out, inputs // part.groups, *part.weight.shape[2:]), bias=(out,))
 
 
-def _resize(part: nn.Module, **shapes: tuple[int, ...]) -> None:
+def resize(part: nn.Module, **shapes: tuple[int, ...]) -> None:
     """Replaces tensors by empty ones of these shapes; what the layer does not have is left out."""
     for name, shape in shapes.items():
         old = getattr(part, name, None)
@@ -174,16 +174,11 @@ class Lstm(nn.Module):
     def narrow(self, inputs: int, keep: Keep, *, last: bool) -> None:
         """Gives it fewer inputs and units."""
         units = self.bias.shape[1] if last else keep(self.bias.shape[1])
-        with torch.device(self.bias.device):
-            self.weight_input = nn.Parameter(torch.empty(GATES, units, inputs))
-            self.weight_hidden = nn.Parameter(torch.empty(GATES, units, units))
-            self.bias = nn.Parameter(torch.empty(GATES, units))
+        resize(self, weight_input=(GATES, units, inputs), weight_hidden=(GATES, units, units), bias=(GATES, units))
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Uniform in +-1/sqrt(units), as torch's."""
-        bound = 1 / math.sqrt(tensors_by_name["bias"].shape[1])
-        for tensor in tensors_by_name.values():
-            tensor.uniform_(-bound, bound, generator=generator)
+        fill_uniform(tensors_by_name, tensors_by_name["bias"].shape[1], generator)
 
     def forward(self, x: Tensor) -> Tensor:
         units = self.bias.shape[1]

@@ -14,7 +14,7 @@ from fedloom.experiments.runs.describe import prepare
 from fedloom.platform.data import sources
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.image_files import ARCHIVES, LAYOUTS, FolderSource, PickleSource
+from fedloom.platform.data.image_files import LAYOUTS, FolderSource, PickleSource
 from fedloom.platform.data.prepare import prepare_dataset
 from fedloom.platform.data.source import Source
 from fedloom.platform.data.sources import find_source
@@ -30,7 +30,7 @@ def config(root: Path, dataset: str, **changes: Any) -> DataConfig:
 def pack(root: Path, dataset: str) -> Path:
     """The folder of a small data set as an archive; the folder is gone."""
     folder = root / LAYOUTS[dataset].folder
-    archive = root / ARCHIVES[folder.name]
+    archive = root / LAYOUTS[dataset].archive
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, folder.name)
     for file in folder.iterdir():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fedloom.platform.data.allocation import draw_samples, label_distributions, split_validation
+from fedloom.platform.data.allocation import draw_samples, label_distributions, set_aside
 from fedloom.platform.data.artefact import FloatArray, IntArray, atomic_folder, write_artefact
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
@@ -153,14 +153,14 @@ def test_skew_grows_as_alpha_falls() -> None:
 )
 def test_sizes_of_the_validation_split(share: float, per_client: int, num_validation: int) -> None:
     drawn = np.arange(3 * per_client).reshape(3, per_client)
-    train, validation = split_validation(drawn, share, rng())
+    train, validation = map(np.stack, set_aside(drawn, drawn, share, rng()))
     assert validation.shape == (3, num_validation)
     assert np.array_equal(np.sort(np.concatenate([train, validation], axis=1), axis=1), drawn)
 
 
-def test_every_sample_is_as_likely_to_validate() -> None:
+def test_every_sample_is_as_likely_to_be_set_aside() -> None:
     drawn = np.arange(8).reshape(2, 4)
-    chosen = [split_validation(drawn, 0.25, rng(seed))[1] for seed in range(800)]
+    chosen = [set_aside(drawn, drawn, 0.25, rng(seed))[1] for seed in range(800)]
     counts = np.bincount(np.concatenate(chosen, axis=None), minlength=8)
     assert ((counts - 200) ** 2 / 200).sum() < 22.5  # 2 x 3 degrees of freedom, p = 0.001
 
