@@ -41,7 +41,7 @@ from fedloom.platform.clients.training import (
 )
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.augment import augment_stack, augmentation
-from fedloom.platform.data.dataset import upload
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import ends_process, in_one_line
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace, once

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
-from fedloom.platform.data.dataset import upload
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import ComponentSpec
 
 if TYPE_CHECKING:

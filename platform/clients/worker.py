@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fedloom.platform.clients.device import Kernels, set_up_process
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import Samples
-from fedloom.platform.data.dataset import upload
 from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.data.source import LabelSet
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream

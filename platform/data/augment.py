@@ -13,7 +13,7 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.data.dataset import upload
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A prepared data set: memory-mapped arrays, normalised on access, with a lock on the test set."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from fedloom.platform.data.artefact import (
     read_manifest,
     verify_arrays,
 )
+from fedloom.platform.data.on_device import OnDevice
 from fedloom.platform.data.source import LabelSet, read_label_sets
 
 SPLITS = ("train", "validation", "test")
@@ -57,59 +58,6 @@ def check_split(split: str) -> None:
     """Raises ValueError unless the split is one of train, validation, test."""
     if split not in SPLITS:
         raise ValueError(f"split={split}: must be one of {', '.join(SPLITS)}")
-
-
-# -- samples on an accelerator: copies that nobody waits for, and parts that are uploaded once, as they are stored ----
-
-Read = Callable[[IntArray], tuple[Tensor, Tensor]]
-"""Inputs and labels, as they are stored, of the samples at some indices, in main memory."""
-
-PIECE = 8192
-"""Number of samples uploaded at a time: a whole data set in main memory once more would be too much for many actors."""
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; a copy to a GPU is queued behind the work that the GPU has, without waiting for it.
-
-    A plain copy waits until the GPU has done all that was queued before, because the memory that it reads from may
-    be moved or freed. Pinned memory is not, and torch re-uses it only after the copy.
-    """
-    if device.type != "cuda" or tensor.is_cuda:
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class OnDevice:
-    """The parts of a data set on one device, for as long as they fit into `most_bytes`; other samples are uploaded."""
-
-    def __init__(self, device: torch.device, most_bytes: int) -> None:
-        self.device = device
-        self._left_bytes = most_bytes
-        self._parts: dict[str, tuple[Tensor, Tensor] | None] = {}
-
-    def take(self, part: str, indices: IntArray, read: Read, num_samples: int) -> tuple[Tensor, Tensor]:
-        """The samples at `indices` of a part, which `read` reads from main memory; a part is uploaded at first use."""
-        if part not in self._parts:
-            self._parts[part] = self._whole(read, num_samples)
-        whole = self._parts[part]
-        if whole is None:
-            x, y = read(indices)
-            return upload(x, self.device), upload(y, self.device)
-        on_device = upload(torch.from_numpy(np.array(indices, dtype=np.int64)), self.device)
-        return whole[0].index_select(0, on_device), whole[1].index_select(0, on_device)
-
-    def _whole(self, read: Read, num_samples: int) -> tuple[Tensor, Tensor] | None:
-        one = read(np.arange(min(1, num_samples)))
-        size_bytes = num_samples * sum(t.nbytes for t in one)
-        if not 0 < size_bytes <= self._left_bytes:
-            return None
-        self._left_bytes -= size_bytes
-        x, y = (torch.empty((num_samples, *t.shape[1:]), dtype=t.dtype, device=self.device) for t in one)
-        for start in range(0, num_samples, PIECE):
-            stop = min(start + PIECE, num_samples)
-            for whole, piece in zip((x, y), read(np.arange(start, stop)), strict=True):
-                whole[start:stop].copy_(piece)
-        return x, y
 
 
 # -- the data set -----------------------------------------------------------------------------------------------------

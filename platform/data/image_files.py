@@ -195,6 +195,9 @@ def find_cinic(root: Path) -> FolderSource | None:
             raise ValueError(f"{folder / part / foreign[0]}: not a class of CINIC-10; expected {expected}")
         listings[part] = tuple(list_images(folder / part / label, (".png",)) for label in CINIC_CLASSES)
         for label, listing in zip(CINIC_CLASSES, listings[part], strict=True):
+            if not (folder / part / label).is_dir():
+                where = folder / part / label
+                raise ValueError(f"{where}: not found; CINIC-10 has one folder per class: unpack the archive again")
             if not listing:
                 raise ValueError(f"{folder / part / label}: has no .png files; unpack the archive again")
     return FolderSource(folder, listings, CINIC_CLASSES, "CINIC-10 folders", IMAGE_SHAPE)
@@ -221,7 +224,7 @@ class Layout:
     archive: str
     """The archive of the folder, as torchvision downloads it."""
     train: tuple[str, ...]
-    test: str
+    test: tuple[str, ...]
     meta: str
     names_key: str
     labels_key: str
@@ -231,16 +234,16 @@ class Layout:
     @property
     def files(self) -> tuple[str, ...]:
         """All files."""
-        return (*self.train, self.test, self.meta)
+        return (*self.train, *self.test, self.meta)
 
 
 LAYOUTS = {
     "cifar10": Layout(
         *("cifar-10-batches-py", "cifar-10-python.tar.gz", tuple(f"data_batch_{i}" for i in range(1, 6))),
-        *("test_batch", "batches.meta", "label_names", "labels"),
+        *(("test_batch",), "batches.meta", "label_names", "labels"),
     ),
     "cifar100": Layout(
-        *("cifar-100-python", "cifar-100-python.tar.gz", ("train",), "test", "meta"),
+        *("cifar-100-python", "cifar-100-python.tar.gz", ("train",), ("test",), "meta"),
         *("fine_label_names", "fine_labels", "coarse_label_names", "coarse_labels"),
     ),
 }
@@ -312,7 +315,7 @@ class PickleSource(Source):
 
     def _batches(self, part: str) -> Iterator[tuple[ByteArray, IntArray]]:
         labels_key, num_classes = self.layout.labels_key, len(self.class_names)
-        for name in self.layout.train if part == "train" else (self.layout.test,):
+        for name in self.layout.train if part == "train" else self.layout.test:
             path, content = self.folder / name, self._unpickle(name)
             if "data" not in content or labels_key not in content:
                 raise ValueError(f"{path}: keys {sorted(map(str, content))}; expected data and {labels_key}")
@@ -515,7 +518,7 @@ def torchvision_set(
 ) -> "TorchvisionSource":
     """The data set `torchvision:NAME`, from files under data.root, or downloaded with data.download=true."""
     blame = f"data set 'torchvision:{name}'"
-    kind: Any = getattr(torchvision_datasets(), name, None)
+    kind = getattr(torchvision_datasets(), name, None)
     if not inspect.isclass(kind):
         raise PluginError(f"{blame}: torchvision.datasets has no {name!r}")
     parameters = inspect.signature(kind).parameters
@@ -533,7 +536,7 @@ def torchvision_set(
         problem = ""
         for options in options_of_part:
             try:
-                parts[part] = kind(str(root), **options, **given)
+                parts[part] = cast(Any, kind)(str(root), **options, **given)
                 break
             except (ValueError, TypeError, RuntimeError, OSError) as error:
                 problem = problem or in_one_line(error).partition(" (line ")[0]

@@ -7,17 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
 from fedloom.platform.seeding import stream
-
-if TYPE_CHECKING:
-    from fedloom.platform.data.artefact import IntArray
-
 
 LABEL_SETS_FILE = "label_sets.json"
 
@@ -76,8 +72,8 @@ def of_classes(of: Any, classes: int, key: str) -> tuple[int, ...]:
     """The coarser class of every class; ValueError naming the key unless they are 0 to k - 1, all of them used."""
     whole = isinstance(of, list) and all(isinstance(c, int) and not isinstance(c, bool) for c in of)
     if not whole or len(of) != classes:
-        given = f"{len(of)} values" if whole else f"{of!r:.60}"
-        raise ValueError(f"{key} has {given}: give the coarser class of each of the {classes} classes")
+        shown = f"{len(of)} values" if whole else f"{of!r:.60}"
+        raise ValueError(f"{key} has {shown}: give the coarser class of each of the {classes} classes")
     coarser = sorted(set(of))
     if len(coarser) < 2 or (coarser[0], coarser[-1]) != (0, len(coarser) - 1):
         raise ValueError(f"{key} names the coarser classes {coarser}: number two or more 0, 1, ...")
@@ -91,10 +87,10 @@ HELD_OUT_SHARE = 0.2
 def stratified_rows(labels: IntArray, samples: int, rng: np.random.Generator) -> IntArray:
     """Sorted rows of a random sub-sample of exactly `samples`, with each class's count within one of its quota."""
     counts = np.bincount(labels)
-    chosen = [
-        rng.permutation(np.flatnonzero(labels == label))[:quota]
-        for label, quota in enumerate(_quotas(counts, samples).tolist())
-    ]
+    # The largest remainder method in integers, so that rounding cannot change the total.
+    quotas, remainder = np.divmod(counts * samples, counts.sum())
+    quotas[np.argsort(-remainder, kind="stable")[: samples - int(quotas.sum())]] += 1
+    chosen = [rng.permutation(np.flatnonzero(labels == label))[:quota] for label, quota in enumerate(quotas.tolist())]
     return np.sort(np.concatenate(chosen))
 
 
@@ -111,14 +107,6 @@ def held_out(labels: IntArray) -> tuple[IntArray, IntArray]:
 def uniform_rows(num_rows: int, samples: int, rng: np.random.Generator) -> IntArray:
     """Sorted rows of a uniformly random sub-sample of exactly `samples`."""
     return np.sort(rng.permutation(num_rows)[:samples])
-
-
-def _quotas(counts: IntArray, samples: int) -> IntArray:
-    # The largest remainder method in integers, so that rounding cannot change the total.
-    whole, remainder = np.divmod(counts * samples, counts.sum())
-    largest = np.argsort(-remainder, kind="stable")[: samples - int(whole.sum())]
-    whole[largest] += 1
-    return whole.astype(np.int64)
 
 
 class Source(ABC):

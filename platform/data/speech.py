@@ -279,11 +279,15 @@ class SpeechSource(Source):
         if len(there) < len(LISTS):
             missing = next(name for name in LISTS if name not in there)
             raise ValueError(f"{self.folder / missing}: not found beside {there[0]}; unpack the archive again")
-        return {
-            line.strip(): part
-            for name, part in zip(LISTS, ("validation", "test"), strict=True)
-            for line in _lines(self.folder / name)
-        }
+        part_of_clip: dict[str, str] = {}
+        for name, part in zip(LISTS, ("validation", "test"), strict=True):
+            path = self.folder / name
+            try:
+                lines = path.read_text(encoding="utf-8").splitlines()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: not UTF-8 text ({error}); unpack the archive again") from error
+            part_of_clip |= {line.strip(): part for line in lines}
+        return part_of_clip
 
     def _spoken(self) -> Iterator[Clip]:
         missing = [word for word in WORDS if word not in self._folders]
@@ -324,13 +328,6 @@ def _waves(folder: Path) -> list[str]:
 
 def _hash(text: str) -> int:
     return int(hashlib.sha1(text.encode()).hexdigest(), 16)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error}); unpack the archive again") from error
 
 
 def _frames(path: Path) -> int:

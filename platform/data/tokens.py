@@ -149,9 +149,16 @@ class ShakespeareSource(TokenSource):
         }
 
     def sequences(self, part: str) -> TokenPart:
+        import h5py
+
         path = self.folder / SHAKESPEARE_FILES[part]
         with _clients_of(path) as group:
-            lines = {role: _snippets(group[role], path) for role in sorted(group)}
+            lines: dict[str, list[bytes]] = {}
+            for role in sorted(group):
+                text = group[role].get("snippets") if isinstance(group[role], h5py.Group) else None
+                if not isinstance(text, h5py.Dataset) or h5py.check_string_dtype(text.dtype) is None or text.ndim != 1:
+                    raise ValueError(f"{path}: {group[role].name} has no lines of text; {EXPECTED_HDF5}")
+                lines[role] = [bytes(line) for line in text[()]]
         cuts = [self._cut(of_role) for of_role in lines.values()]
         clients = np.searchsorted(self.client_names, list(lines))
         return TokenPart(
@@ -184,15 +191,6 @@ def _clients_of(path: Path) -> Iterator[Any]:
             yield group
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({str(error).splitlines()[0]}); {EXPECTED_HDF5}") from error
-
-
-def _snippets(client: Any, path: Path) -> list[bytes]:
-    import h5py
-
-    snippets = client.get("snippets") if isinstance(client, h5py.Group) else None
-    if not isinstance(snippets, h5py.Dataset) or h5py.check_string_dtype(snippets.dtype) is None or snippets.ndim != 1:
-        raise ValueError(f"{path}: {client.name} has no lines of text; {EXPECTED_HDF5}")
-    return [bytes(snippet) for snippet in snippets[()]]
 
 
 # -- the Penn Treebank in Mikolov's preparation: words, one sentence per line (Mikolov et al. 2010) -------------------
@@ -234,22 +232,20 @@ class PtbSource(TokenSource):
 
         Raises ValueError naming the file that is missing.
         """
+        length, needed = sequence_length or PTB_LENGTH, " and ".join(PTB_FILES.values())
         folders = [root / name for name in PTB_FOLDERS if (root / name).is_dir()]
         for folder in folders:
-            files = {part: folder / name for part, name in PTB_FILES.items()}
-            tables = {part: sorted(folder.glob(f"{part}-*.parquet")) for part in PTB_FILES}
-            if any(file.is_file() for file in files.values()):
-                missing = next((file for file in files.values() if not file.is_file()), None)
-                if missing is not None:
-                    raise ValueError(f"{missing}: not found; ptb needs {' and '.join(PTB_FILES.values())}")
-                texts = {part: (file,) for part, file in files.items()}
-                return cls(texts, sequence_length or PTB_LENGTH)
+            texts = {part: folder / name for part, name in PTB_FILES.items()}
+            if any(file.is_file() for file in texts.values()):
+                for file in texts.values():
+                    if not file.is_file():
+                        raise ValueError(f"{file}: not found; ptb needs {needed}")
+                return cls({part: (file,) for part, file in texts.items()}, length)
+            tables = {part: tuple(sorted(folder.glob(f"{part}-*.parquet"))) for part in PTB_FILES}
             if all(tables.values()):
-                return cls({part: tuple(of) for part, of in tables.items()}, sequence_length or PTB_LENGTH)
+                return cls(tables, length)
         if folders:
-            raise ValueError(
-                f"{folders[0] / PTB_FILES['train']}: not found; ptb needs {' and '.join(PTB_FILES.values())}"
-            )
+            raise ValueError(f"{folders[0] / PTB_FILES['train']}: not found; ptb needs {needed}")
         return None
 
     @cached_property
@@ -275,11 +271,12 @@ class PtbSource(TokenSource):
         return TokenPart(*cut(tokens, self.sequence_length, padding=id_of.get(END, unknown)))
 
 
-def _ptb_lines(path: Path) -> list[str]:
+def _ptb_words(path: Path) -> list[str]:
     try:
         if path.suffix == ".parquet":
-            return [str(line) for line in pq.read_table(path, columns=[PTB_COLUMN]).column(0).to_pylist()]
-        return path.read_text(encoding="utf-8").splitlines()
+            lines = [str(line) for line in pq.read_table(path, columns=[PTB_COLUMN]).column(0).to_pylist()]
+        else:
+            lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error}); expected words, one sentence per line") from error
     except (pa.ArrowException, OSError) as error:
@@ -287,10 +284,6 @@ def _ptb_lines(path: Path) -> list[str]:
         raise ValueError(
             f"{path}: cannot be read ({said}); expected a Parquet file with a column {PTB_COLUMN}"
         ) from error
-
-
-def _ptb_words(path: Path) -> list[str]:
-    lines = _ptb_lines(path)
     if not any(line.split() for line in lines):
         raise ValueError(f"{path}: has no text; expected words, one sentence per line")
     return [word for line in lines for word in (*line.split(), END)]

@@ -22,7 +22,7 @@ from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train, validation_use
 from fedloom.platform.clients.training import SGD, Samples, Step, endless_batches, epoch_sizes
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.data.dataset import upload
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, TasksOfRound, to_all
 from fedloom.platform.federation.training_config import Rules, cohort_size
 from fedloom.platform.federation.world import World

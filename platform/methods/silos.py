@@ -36,7 +36,7 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import LocalSGD, Samples
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.data.dataset import upload
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Initial,

@@ -87,11 +87,15 @@ class ElasticNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of a batch."""
+        y: Tensor = self.head(self.features(x))
+        return y
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the stages make of a batch."""
         x = self.stem(x)
         for stage in self.stages:
             x = stage(x)
-        y: Tensor = self.head(x)
-        return y
+        return x
 
 
 class ElasticSpace(SlicedSpace):
@@ -182,15 +186,16 @@ class ElasticSpace(SlicedSpace):
             raise ValueError(
                 f"{text!r}: {len(expansions)} expansions for {sum(blocks)} kept blocks: give one, or one each"
             )
-        widths = iter([self._width(text, e) for e in (expansions * sum(blocks))[: sum(blocks)]])
+        indices = []
+        for expansion in (expansions * sum(blocks))[: sum(blocks)]:
+            # A label has six digits.
+            near = [i for i, e in enumerate(self.design.expansions) if math.isclose(e, expansion, rel_tol=1e-5)]
+            if not near:
+                allowed = ", ".join(f"{e:g}" for e in self.design.expansions)
+                raise ValueError(f"{text!r}: expansion {expansion:g}: allowed are {allowed}")
+            indices.append(near[0])
+        widths = iter(indices)
         return self.of_contents(tuple(tuple(next(widths) for _ in range(n)) for n in blocks))
-
-    def _width(self, text: str, expansion: float) -> int:
-        for index, value in enumerate(self.design.expansions):
-            if math.isclose(value, expansion, rel_tol=1e-5):  # a label has six digits
-                return index
-        allowed = ", ".join(f"{e:g}" for e in self.design.expansions)
-        raise ValueError(f"{text!r}: expansion {expansion:g}: allowed are {allowed}")
 
     def label(self, architecture: Architecture) -> str:
         """A subnet's readable name: extra depth per stage, and the expansions of the blocks."""

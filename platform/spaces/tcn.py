@@ -78,8 +78,8 @@ class TcnDesign:
 
     def build_stem(self) -> nn.Module:
         """Embedding and dropout."""
-        own = self.embedding_dropout
-        return Embedding(self.num_classes, self.embedding_size, self.dropout if own is None else own)
+        dropout = self.dropout if self.embedding_dropout is None else self.embedding_dropout
+        return Embedding(self.num_classes, self.embedding_size, dropout)
 
     def build_block(self, stage: int, block: int, width: int) -> nn.Module:
         """One temporal block."""
@@ -149,9 +149,7 @@ class TiedNetwork(ElasticNetwork):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of every position."""
-        x = self.stem(x)
-        for stage in self.stages:
-            x = stage(x)
+        x = self.features(x)
         y: Tensor = self.head(x, self.stem.embedding.weight)  # type: ignore[union-attr]
         return y
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fedloom.platform.data.augment import augmentation, crop_flip, crop_flip_stack
-from fedloom.platform.data.dataset import OnDevice, TestReadError, upload
+from fedloom.platform.data.dataset import TestReadError
 from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.on_device import OnDevice, upload
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.plugins import ComponentSpec

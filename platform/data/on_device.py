@@ -1,0 +1,58 @@
+"""Samples on an accelerator: copies that nobody waits for, and data sets that are uploaded once, as they are stored."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Read = Callable[[npt.NDArray[np.int64]], tuple[Tensor, Tensor]]
+"""Inputs and labels, as they are stored, of the samples at some indices, in main memory."""
+
+PIECE = 8192
+"""Number of samples uploaded at a time: a whole data set in main memory once more would be too much for many actors."""
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; a copy to a GPU is queued behind the work that the GPU has, without waiting for it.
+
+    A plain copy waits until the GPU has done all that was queued before, because the memory that it reads from may
+    be moved or freed. Pinned memory is not, and torch re-uses it only after the copy.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class OnDevice:
+    """The parts of a data set on one device, for as long as they fit into `most_bytes`; other samples are uploaded."""
+
+    def __init__(self, device: torch.device, most_bytes: int) -> None:
+        self.device = device
+        self._left_bytes = most_bytes
+        self._parts: dict[str, tuple[Tensor, Tensor] | None] = {}
+
+    def take(self, part: str, indices: npt.NDArray[np.int64], read: Read, num_samples: int) -> tuple[Tensor, Tensor]:
+        """The samples at `indices` of a part, which `read` reads from main memory; a part is uploaded at first use."""
+        if part not in self._parts:
+            self._parts[part] = self._whole(read, num_samples)
+        whole = self._parts[part]
+        if whole is None:
+            x, y = read(indices)
+            return upload(x, self.device), upload(y, self.device)
+        on_device = upload(torch.from_numpy(np.array(indices, dtype=np.int64)), self.device)
+        return whole[0].index_select(0, on_device), whole[1].index_select(0, on_device)
+
+    def _whole(self, read: Read, num_samples: int) -> tuple[Tensor, Tensor] | None:
+        one = read(np.arange(min(1, num_samples)))
+        size_bytes = num_samples * sum(t.nbytes for t in one)
+        if not 0 < size_bytes <= self._left_bytes:
+            return None
+        self._left_bytes -= size_bytes
+        x, y = (torch.empty((num_samples, *t.shape[1:]), dtype=t.dtype, device=self.device) for t in one)
+        for start in range(0, num_samples, PIECE):
+            stop = min(start + PIECE, num_samples)
+            for whole, piece in zip((x, y), read(np.arange(start, stop)), strict=True):
+                whole[start:stop].copy_(piece)
+        return x, y
