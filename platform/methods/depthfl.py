@@ -117,7 +117,7 @@ def stages(config: DepthFLConfig, world: World) -> list[Stage]:
         subnet = Subnet(deepest[int(world.tier_of_client[client_id])])
         return WithExits(subnet, ramped_up(config, round_.index))
 
-    return tier_stages(world, config.train, config.evaluation, config.name, network)
+    return tier_stages(world, config.name, config.train, config.evaluation, network)
 
 
 METHOD = Method(DepthFLConfig, stages, kind="tiers", lacks=("candidates",), needs=with_exits)

@@ -57,6 +57,11 @@ def everybody(world: World) -> Sequence[int]:
     return range(world.num_clients)
 
 
+def clients_of_tier(world: World, tier: int) -> np.ndarray:
+    """The ids of the clients of a tier, counted from 0."""
+    return np.flatnonzero(world.tier_of_client == tier)
+
+
 def as_measured(planned: Sequence[Assignment]) -> list[Assignment]:
     """The assignments of a final evaluation, which read test data.
 
@@ -107,39 +112,27 @@ class EvaluationStage(Stage):
             for_server(self.name, state.round, on_validation),
             for_server(self.name, state.round, replace(on_test, details=True), reads_test=True),
         ]
-        own = job.client_ids[: self.config.clients_per_tier]
-        cohort = Cohort(tuple(int(c) for c in own), 1.0, "all of the tier")
+        chosen = job.client_ids[: self.config.clients_per_tier]
+        cohort = Cohort(tuple(int(c) for c in chosen), 1.0, "all of the tier")
         clients = [for_client(self.world, self.name, state.round, cohort, c, on_test) for c in cohort.client_ids]
         return Plan([*central, *as_measured(clients)], job.group)
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """Returns the measurements and the model; the state does not change."""
-        job = self.jobs(state)[state.round]
-        models = [self._kept(state, job)] if job.kept else []
-        evaluations = evaluations_of(result.client_results, job.name or None)
-        return RoundUpdate(state, self._cost_rows(job), models, evaluations=evaluations)
-
-    def _cost_rows(self, job: EvaluationJob) -> list[Row]:
-        """The costs of a model that is not stored and so has no row in `models`."""
-        if job.kept:
-            return []
+        job, world, space = self.jobs(state)[state.round], self.world, self.world.space
         architecture = job.subnet.architecture
-        costs = {"macs": self.world.macs_table, "parameters": self.world.space.cost_table("parameters")}
-        place = {"model": job.model, "tier": job.name or SERVER, "architecture": architecture_id(architecture)}
-        return [
-            ("evaluations", {**place, "metric": measure, "value": table.cost(architecture)})
-            for measure, table in costs.items()
-        ]
-
-    def _kept(self, state: RunState, job: EvaluationJob) -> KeptModel:
-        weights, space, architecture = state.weights(job.group), self.world.space, job.subnet.architecture
-        return kept_model(
-            self.world,
-            job.kept,
-            architecture,
-            tier=job.name,
-            tensors=weights if job.subnet.stand_alone else extract(weights, space.slices(architecture)),
-        )
+        evaluations = evaluations_of(result.client_results, job.name or None)
+        if job.kept:
+            weights = state.weights(job.group)
+            tensors = weights if job.subnet.stand_alone else extract(weights, space.slices(architecture))
+            model = kept_model(world, job.kept, architecture, tier=job.name, tensors=tensors)
+            return RoundUpdate(state, models=[model], evaluations=evaluations)
+        # A model that is not stored has no row in `models`, which would tell its costs.
+        of_model = {"model": job.model, "tier": job.name or SERVER, "architecture": architecture_id(architecture)}
+        rows: list[Row] = []
+        for measure, table in (("macs", world.macs_table), ("parameters", space.cost_table("parameters"))):
+            rows.append(("evaluations", {**of_model, "metric": measure, "value": table.cost(architecture)}))
+        return RoundUpdate(state, rows, evaluations=evaluations)
 
 
 def kept_model(world: World, name: str, architecture: Architecture, *, tensors: Weights, tier: str = "") -> KeptModel:

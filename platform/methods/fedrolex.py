@@ -22,7 +22,7 @@ from fedloom.platform.methods.tier_models import (
     largest_of_tiers,
     of_widths,
     plainly_weighted,
-    width_stages,
+    tier_stages,
 )
 from fedloom.platform.settings import ZERO_OR_MORE
 
@@ -41,19 +41,15 @@ class FedRolexConfig(WidthConfig):
     train: TrainingConfig = field(default_factory=plainly_weighted)
 
 
-def check_rules(train: TrainingConfig) -> None:
-    """Raises ValueError for rules that keep tensors by channel, which would not roll."""
-    if train.server != "replace" or train.local_rule not in ("sgd", "fedprox"):
-        raise ValueError(
-            f"method.train.local_rule={train.local_rule} and method.train.server={train.server}: fedrolex rolls the "
-            "channels after every round, and what rules keep would stay: use sgd or fedprox, and replace"
-        )
-
-
 def stages(config: FedRolexConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
     space, widest = of_widths(world.space, config.name), largest_of_tiers(world)
-    check_rules(config.train)
+    if config.train.server != "replace" or config.train.local_rule not in ("sgd", "fedprox"):
+        raise ValueError(
+            f"method.train.local_rule={config.train.local_rule} and method.train.server={config.train.server}: "
+            "fedrolex rolls the channels after every round, and what rules keep would stay: use sgd or fedprox, and "
+            "replace"
+        )
 
     def roll(state: RunState) -> RunState:
         return state.with_group(SUPERNET, space.rolled(state.weights(SUPERNET), config.step)) if config.step else state
@@ -61,7 +57,11 @@ def stages(config: FedRolexConfig, world: World) -> list[Stage]:
     def network(_round: object, client_id: int) -> Subnet:
         return Subnet(widest[int(world.tier_of_client[client_id])])
 
-    return width_stages(world, config, network, roll)
+    return tier_stages(
+        *(world, config.name, config.train, config.evaluation, network),
+        after=roll,
+        statistics_clients=config.statistics_clients,
+    )
 
 
 METHOD = Method(FedRolexConfig, stages, kind="tiers", lacks=("candidates",), needs=of_widths)

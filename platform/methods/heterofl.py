@@ -23,7 +23,7 @@ from fedloom.platform.methods.tier_models import (
     largest_of_tiers,
     of_widths,
     plainly_weighted,
-    width_stages,
+    tier_stages,
     within,
 )
 from fedloom.platform.seeding import stream
@@ -54,7 +54,8 @@ def stages(config: HeteroFLConfig, world: World) -> list[Stage]:
         affordable = within(world, world.training_budget(client_id, round_.stage, round_.index))
         return Subnet(affordable[int(rng.integers(len(affordable)))])
 
-    return width_stages(world, config, network)
+    clients = config.statistics_clients
+    return tier_stages(world, config.name, config.train, config.evaluation, network, statistics_clients=clients)
 
 
 METHOD = Method(HeteroFLConfig, stages, kind="tiers", lacks=("candidates",), needs=of_widths)

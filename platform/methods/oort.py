@@ -70,10 +70,16 @@ def oort(
     released = variant == "released"
     explored = {c: r for c, r in choice.history.items() if r.answers and r.loss_norm is not None}
     memory = (_paced_as_released if released else _paced)(choice, explored, preferred, pacer, window)
-    resting = _resting(explored, blacklist)
+    resting: set[int] = set()
+    if blacklist is not None:
+        often = [c for c, record in explored.items() if record.participations > blacklist]
+        often.sort(key=lambda c: (-explored[c].participations, c))
+        resting = set(often[: int(MOST_BLACKLISTED * len(explored))])
     ready = [c for c in explored if c not in resting and choice.can_take_part(c)]
     fresh_s = _estimated_s(choice, explored) if released else {}
-    longest_s = _longest_s([*(r.simulated_s for r in explored.values()), *fresh_s.values()], memory["quantile"])
+    durations_s = [*(r.simulated_s for r in explored.values()), *fresh_s.values()]
+    no_limit = memory["quantile"] >= 1 or not durations_s
+    longest_s = math.inf if no_limit else _quantile(durations_s, memory["quantile"])
     utilities = utilities_of(choice, {c: explored[c] for c in ready}, longest_s, penalty, clip, released=released)
     share = max(least_exploration, exploration * exploration_decay ** (choice.round + released))
     if released:
@@ -118,14 +124,14 @@ def utilities_of(
     else:
         most, least = _quantile(raw.values(), clip), min(raw.values())
         scale = max(most - least, 1e-12)
-    found = {}
+    utilities = {}
     for client_id, record in ready.items():
         scaled = (min(raw[client_id], most) - least) / scale
         last = max(0, record.answered) if released else record.last_round  # older histories do not know it
         value = scaled + math.sqrt(0.1 * math.log(choice.round + 1) / (last + 1))
         slow = record.simulated_s > longest_s
-        found[client_id] = value * (longest_s / record.simulated_s) ** penalty if slow else value
-    return found
+        utilities[client_id] = value * (longest_s / record.simulated_s) ** penalty if slow else value
+    return utilities
 
 
 def _answered(choice: Choice) -> np.ndarray:
@@ -139,10 +145,6 @@ def _estimated_s(choice: Choice, explored: dict[int, ClientRecord]) -> dict[int,
     macs, fresh = median(pace or [0.0]), ~_answered(choice)
     pairs = zip(choice.eligible[fresh].tolist(), choice.sizes[fresh].tolist(), strict=True)
     return {c: macs * samples / choice.device(c).macs_per_s for c, samples in pairs}
-
-
-def _longest_s(durations_s: list[float], quantile: float) -> float:
-    return math.inf if quantile >= 1 or not durations_s else _quantile(durations_s, quantile)
 
 
 def _quantile(values: Any, share: float) -> float:
@@ -179,14 +181,6 @@ def _paced_as_released(
         elif abs(now - before) >= 5 * before:
             quantile = max(pacer, quantile - pacer)
     return {"means": means, "quantile": quantile, "all_explored": bool(choice.memory.get("all_explored"))}
-
-
-def _resting(explored: dict[int, ClientRecord], blacklist: int | None) -> set[int]:
-    if blacklist is None:
-        return set()
-    often = [c for c, record in explored.items() if record.participations > blacklist]
-    often.sort(key=lambda c: (-explored[c].participations, c))
-    return set(often[: int(MOST_BLACKLISTED * len(explored))])
 
 
 def _by_utility(

@@ -12,9 +12,8 @@ all and trains as configured, as nothing is known about it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from fedloom.platform.federation.selection import Choice, Cohort, SelectionTraits
 from fedloom.platform.methods.oort import oort, statistical_utility
@@ -45,33 +44,25 @@ def pyramidfl(
     ranked = sorted(known, key=lambda c: (-statistical_utility(choice.record(c)), c))
     step = (dropped_high - dropped_low) / max(1, len(cohort.client_ids))
     sends = {c: 1.0 - (dropped_low + rank * step) for rank, c in enumerate(ranked)}
-    given = choice.memory.get("epochs", {})
-    epoch_s = {c: _compute_s(choice, c) / _answered_epochs(choice, given, c) for c in known}
-    times_s = {c: choice.epochs * epoch_s[c] + _transfer_s(choice, c, sends[c]) for c in known}
+    past = choice.memory.get("epochs", {})  # per client the rounds of its selections, and its epochs in them
+    epoch_s: dict[int, float] = {}
+    times_s: dict[int, float] = {}
+    for c in known:
+        device, record = choice.device(c), choice.record(c)
+        # The epochs of the last answer, which may be older than the last selection.
+        answered = (epochs for round_, epochs in past.get(str(c), []) if round_ == record.answered)
+        epoch_s[c] = TRAINING_FACTOR * record.macs / device.macs_per_s / next(answered, choice.epochs)
+        transfer_s = record.bytes_down / device.down_bytes_per_s + sends[c] * record.bytes_down / device.up_bytes_per_s
+        times_s[c] = choice.epochs * epoch_s[c] + transfer_s
     round_s = max(times_s.values(), default=0.0)
     extra = {c: min(most_extra, math.floor((round_s - times_s[c]) / epoch_s[c])) for c in known if epoch_s[c] > 0}
     epochs = {c: choice.epochs + more for c, more in extra.items() if more}
-    kept = {
+    still_needed = {
         str(c): [
-            *(entry for entry in given.get(str(c), []) if entry[0] == choice.record(c).answered),
+            *(entry for entry in past.get(str(c), []) if entry[0] == choice.record(c).answered),
             [choice.round, epochs.get(c, choice.epochs)],
         ]
         for c in cohort.client_ids
     }
-    memory = {**cohort.memory, "epochs": {**given, **kept}}
+    memory = {**cohort.memory, "epochs": {**past, **still_needed}}
     return replace(cohort, reason="pyramidfl", memory=memory, epochs=epochs, sends=sends)
-
-
-def _answered_epochs(choice: Choice, given: Mapping[str, Any], client_id: int) -> int:
-    """The epochs of a client's last answer, which may be older than its last selection."""
-    answered = choice.record(client_id).answered
-    return next((epochs for round_, epochs in given.get(str(client_id), []) if round_ == answered), choice.epochs)
-
-
-def _compute_s(choice: Choice, client_id: int) -> float:
-    return TRAINING_FACTOR * choice.record(client_id).macs / choice.device(client_id).macs_per_s
-
-
-def _transfer_s(choice: Choice, client_id: int, sends: float) -> float:
-    device, record = choice.device(client_id), choice.record(client_id)
-    return record.bytes_down / device.down_bytes_per_s + sends * record.bytes_down / device.up_bytes_per_s

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-import numpy as np
-
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState
@@ -23,7 +21,7 @@ from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import TrainingConfig, check_training
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, clients_of_tier
 from fedloom.platform.methods.fedoras import group_name, tier_stage
 from fedloom.platform.methods.tier_search import WINNERS, candidate_rows, check_validation_data, winner_of
 from fedloom.platform.search.base import METRIC_TEXT, Interval, Metric, Scored, merit, pareto_front, winner
@@ -36,10 +34,6 @@ SCORES = "random_nas"
 """The JSON value that holds per tier the scores of its models so far: architecture, metric and loss."""
 
 
-def _train() -> TrainingConfig:
-    return TrainingConfig(rounds=500, lr=0.1, schedule="cosine")
-
-
 @dataclass
 class RandomNasConfig:
     """FedAvg of random architectures of each tier, as FedorAS trains rand-init (Tab. 11)."""
@@ -47,7 +41,7 @@ class RandomNasConfig:
     name: str = "random_nas"
     models: Annotated[int, UP_TO_A_THOUSAND, "number of architectures that are trained per tier"] = 10
     metric: Annotated[Metric | None, f"{METRIC_TEXT}; null: accuracy"] = None
-    train: TrainingConfig = field(default_factory=_train)
+    train: TrainingConfig = field(default_factory=lambda: TrainingConfig(rounds=500, lr=0.1, schedule="cosine"))
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
@@ -138,9 +132,8 @@ def best_jobs(world: World, state: RunState) -> list[EvaluationJob]:
         architecture = winner_of(state, tier.name)
         groups = [group for group in state.groups if group.startswith(group_name(tier.name, "random_"))]
         if architecture is not None and groups:
-            own = np.flatnonzero(world.tier_of_client == index)
-            subnet = Subnet(architecture, stand_alone=True)
-            jobs.append(EvaluationJob(tier.name, "random_nas", subnet, groups[0], own, f"{tier.name}-random_nas"))
+            subnet, clients = Subnet(architecture, stand_alone=True), clients_of_tier(world, index)
+            jobs.append(EvaluationJob(tier.name, "random_nas", subnet, groups[0], clients, f"{tier.name}-random_nas"))
     return jobs
 
 

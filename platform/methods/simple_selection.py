@@ -63,12 +63,12 @@ def tier_quota(
 ) -> Cohort:
     """A fixed number of clients of every tier, drawn uniformly within it; fewer if a tier has fewer."""
     tiers = int(choice.tiers.max()) + 1 if len(choice.tiers) else 0
-    given = quota if quota is not None else [choice.size // tiers + (t < choice.size % tiers) for t in range(tiers)]
-    if len(given) < tiers or sum(given) > choice.size:
+    sizes = quota if quota is not None else [choice.size // tiers + (t < choice.size % tiers) for t in range(tiers)]
+    if len(sizes) < tiers or sum(sizes) > choice.size:
         raise ValueError(
-            f"quota={given}: give one number for each of the {tiers} tiers, {choice.size} clients per round in all"
+            f"quota={sizes}: give one number for each of the {tiers} tiers, {choice.size} clients per round in all"
         )
     taken: list[int] = []
-    for tier, wanted in enumerate(given[:tiers]):
+    for tier, wanted in enumerate(sizes[:tiers]):
         taken += choice.among(np.asarray(choice.eligible)[choice.tiers == tier]).draw(wanted)
     return Cohort(tuple(sorted(taken)), reason="quota of the tier")

@@ -27,7 +27,7 @@ from fedloom.platform.federation.algorithm import (
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.selection import Choice, Cohort, for_client
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
-from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, clients_of_tier
 from fedloom.platform.methods.fedoras import group_name
 from fedloom.platform.methods.tier_search import check_statistics
 from fedloom.platform.seeding import stream
@@ -61,29 +61,11 @@ def plainly_weighted() -> TrainingConfig:
     return TrainingConfig(weighting="plain")
 
 
-def width_stages(
-    world: World,
-    config: WidthConfig,
-    network: Callable[[Round, int], Countable],
-    after: Callable[[RunState], RunState] = lambda state: state,
-) -> list[Stage]:
-    """`tier_stages` of a method of widths; `after` changes the state after every round."""
-    return tier_stages(
-        world,
-        config.train,
-        config.evaluation,
-        config.name,
-        network,
-        after=after,
-        statistics_clients=config.statistics_clients,
-    )
-
-
 def tier_stages(
     world: World,
+    model: str,
     train: TrainingConfig,
     evaluation: EvaluationConfig,
-    model: str,
     network: Callable[[Round, int], Countable],
     *,
     after: Callable[[RunState], RunState] = lambda state: state,
@@ -91,7 +73,7 @@ def tier_stages(
 ) -> list[Stage]:
     """Training of each client's `network` (of a round and its id), the tiers' models and their evaluation.
 
-    `after` changes the state after every round; `model` is the models' name in the tables; `statistics_clients` is how
+    `model` is the models' name in the tables; `after` changes the state after every round; `statistics_clients` is how
     many measure each tier's batch norms in the end, if a subnet's statistics must be estimated (None: all).
     """
     if train.privacy.clip is not None and world.space.keeps_statistics:
@@ -139,7 +121,7 @@ def within(world: World, budget: float) -> list[Architecture]:
 
 def largest_of_tiers(world: World) -> list[Architecture]:
     """The largest network of every tier; ValueError for a tier that cannot train any."""
-    found = []
+    largest = []
     for tier in world.tiers:
         affordable = within(world, tier.upper)
         if not affordable:
@@ -148,8 +130,8 @@ def largest_of_tiers(world: World) -> list[Architecture]:
                 f"{tier.name} may spend {tier.upper:.6g} {world.cost_table.measure}, the smallest network costs "
                 f"{least:.6g}: raise its upper bound, or make the space's smallest network smaller"
             )
-        found.append(affordable[-1])
-    return found
+        largest.append(affordable[-1])
+    return largest
 
 
 @dataclass(frozen=True)
@@ -163,20 +145,20 @@ class Statistics:
         module = loaded_subnet(worker, self.subnet, weights)
         x, _ = worker.client_data(client_of(assignment), "train")
         estimate_statistics(module, x)
-        found = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
-        update = Update(found, {name: Slice(name) for name in found}, dict.fromkeys(found, float(len(x))))
+        buffers = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
+        update = Update(buffers, {name: Slice(name) for name in buffers}, dict.fromkeys(buffers, float(len(x))))
         return replace(self.account(worker, assignment), update=update)
 
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of `run`, counted without a pass."""
         samples = worker.data.size(client_of(assignment), "train")
         module = worker.subnet(self.subnet.architecture)
-        found = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
+        buffers = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
         return ClientResult(
             samples=samples,
             macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
             bytes_down=bytes_of(worker.tensors_of(module)),
-            bytes_up=bytes_of(found),
+            bytes_up=bytes_of(buffers),
             clock_factor=EVALUATION_FACTOR,
         )
 
@@ -240,9 +222,11 @@ class TierModelsStage(Stage):
         """The evaluation of every tier's model, on the clients of the tier."""
         if SUPERNET not in state.groups:
             return []
-        found = []
-        for index, tier in enumerate(self.world.tiers):
-            own = np.flatnonzero(self.world.tier_of_client == index)
-            kept = f"{tier.name}-{self.model}"
-            found.append(EvaluationJob(tier.name, self.model, self.subnet(index), self.group(index), own, kept))
-        return found
+        return [
+            EvaluationJob(
+                *(tier.name, self.model, self.subnet(index), self.group(index)),
+                client_ids=clients_of_tier(self.world, index),
+                kept=f"{tier.name}-{self.model}",
+            )
+            for index, tier in enumerate(self.world.tiers)
+        ]
