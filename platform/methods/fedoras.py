@@ -49,13 +49,13 @@ from fedloom.platform.federation.method import Method, SharedTraining, Stage
 from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, clients_of_tier
 from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, PathSampler, path_sampler, sample_subspace
 from fedloom.platform.methods.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, ComponentName
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.capabilities import HasSubspaces, with_subspaces
+from fedloom.platform.spaces.capabilities import with_subspaces
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights, extract, subspace_id
 from fedloom.tiers.costs import size_of
 
@@ -98,14 +98,6 @@ class SupernetConfig(TrainingConfig):
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
 
-def _finetune() -> TrainingConfig:
-    return TrainingConfig(rounds=100, clients_per_round=6, lr=0.01, schedule="cosine")
-
-
-def _rand_init() -> TrainingConfig:
-    return TrainingConfig(rounds=500, lr=0.1, schedule="cosine")
-
-
 @dataclass
 class FedorASConfig:
     """The three stages and the rand-init baseline; a stage with `rounds` 0 is skipped."""
@@ -113,8 +105,10 @@ class FedorASConfig:
     name: str = "fedoras"
     train: SupernetConfig = field(default_factory=SupernetConfig)
     search: TierSearchConfig = field(default_factory=TierSearchConfig)
-    finetune: TrainingConfig = field(default_factory=_finetune)
-    rand_init: TrainingConfig = field(default_factory=_rand_init)
+    finetune: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(rounds=100, clients_per_round=6, lr=0.01, schedule="cosine")
+    )
+    rand_init: TrainingConfig = field(default_factory=lambda: TrainingConfig(rounds=500, lr=0.1, schedule="cosine"))
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
@@ -156,8 +150,27 @@ class Paths:
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
         """The supernet module, called with another random path for every batch."""
-        space = with_subspaces(worker.space, "fedoras")
-        return PathsNetwork.of(worker, assignment, space, self)
+        space, module, macs_of = with_subspaces(worker.space, "fedoras"), worker.supernet, worker.spec.macs_table.cost
+        sampler, rng = self.draws(worker, assignment)
+        through: Counter[tuple[int, int]] = Counter()
+        spent_macs = [0.0]
+
+        def forward(x_B: Tensor) -> Tensor:
+            path = sampler.sample(rng)
+            through.update(dict.fromkeys(enumerate(path), len(x_B)))
+            spent_macs[0] += macs_of(path) * len(x_B)
+            return cast(Tensor, module(x_B, path))
+
+        return PathsNetwork(
+            module,
+            forward,
+            space.subspace_slices(self.subspace),
+            macs=0.0,
+            subspace=subspace_id(self.subspace),
+            owner_of=space.owner_of,
+            through=through,
+            spent_macs=spent_macs,
+        )
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
         """The cost of the paths that training draws for these batches."""
@@ -182,31 +195,6 @@ class PathsNetwork(DrawingNetwork):
 
     owner_of: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
     through: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    @classmethod
-    def of(cls, worker: Worker, assignment: Assignment, space: HasSubspaces, paths: Paths) -> "PathsNetwork":
-        """The network of one client's training."""
-        module, macs_of = worker.supernet, worker.spec.macs_table.cost
-        sampler, rng = paths.draws(worker, assignment)
-        through: Counter[tuple[int, int]] = Counter()
-        spent_macs = [0.0]
-
-        def forward(x_B: Tensor) -> Tensor:
-            path = sampler.sample(rng)
-            through.update(dict.fromkeys(enumerate(path), len(x_B)))
-            spent_macs[0] += macs_of(path) * len(x_B)
-            return cast(Tensor, module(x_B, path))
-
-        return cls(
-            module,
-            forward,
-            space.subspace_slices(paths.subspace),
-            macs=0.0,
-            subspace=subspace_id(paths.subspace),
-            owner_of=space.owner_of,
-            through=through,
-            spent_macs=spent_macs,
-        )
 
     def seen(self, figures: Trained) -> Mapping[str, int]:
         """All samples for the fixed part; for an operator the samples whose path contained it."""
@@ -294,9 +282,9 @@ def tier_stage(
         if model == "rand_init" or given is not None:
             draw = from_generator(world, lambda g: space.initial_subnet_weights(architecture, g), model, name)
             return draw(state)
-        kept = group_name(name, FROM_SUPERNET)
-        if kept in state.groups:
-            cut = state.weights(kept)
+        sliced = group_name(name, FROM_SUPERNET)
+        if sliced in state.groups:
+            cut = state.weights(sliced)
         else:
             cut = extract(state.weights(SUPERNET), space.slices(architecture))
         return {tensor_name: tensor.clone() for tensor_name, tensor in cut.items()}
@@ -331,13 +319,13 @@ class SliceStage(Stage):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def _won(self, state: RunState) -> list[tuple[str, Architecture]]:
-        found = [(tier.name, winner_of(state, tier.name)) for tier in self.world.tiers]
-        return [(name, architecture) for name, architecture in found if architecture is not None]
+    def _winners(self, state: RunState) -> list[tuple[str, Architecture]]:
+        winners = [(tier.name, winner_of(state, tier.name)) for tier in self.world.tiers]
+        return [(name, architecture) for name, architecture in winners if architecture is not None]
 
     def rounds_left(self, state: RunState) -> int:
         """One per tier with a winner."""
-        return len(self._won(state)) - state.round
+        return len(self._winners(state)) - state.round
 
     def macs_left(self, state: RunState) -> float:
         """Those of the passes that statistics are estimated in."""
@@ -346,12 +334,12 @@ class SliceStage(Stage):
 
     def plan(self, state: RunState) -> Plan:
         """The server's estimate of one slice."""
-        _, architecture = self._won(state)[state.round]
+        _, architecture = self._winners(state)[state.round]
         return Plan([for_server(self.name, state.round, EstimateStatistics(Subnet(architecture)))], SUPERNET)
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """The slice with its statistics, as a tensor group of its own."""
-        tier, architecture = self._won(state)[state.round]
+        tier, architecture = self._winners(state)[state.round]
         cut = extract(state.weights(SUPERNET), self.world.space.slices(architecture))
         return RoundUpdate(state.with_group(group_name(tier, FROM_SUPERNET), result.sums.finish(cut).weights))
 
@@ -368,16 +356,12 @@ def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[Eval
         architecture = winner_of(state, tier.name)
         if architecture is None:
             continue
-        own = np.flatnonzero(world.tier_of_client == index)
         for model in models:
             group = group_name(tier.name, model)
             stands_alone = group in state.groups  # a slice without statistics of its own has those of the supernet
-            subnet = Subnet(architecture, stands_alone, AVERAGED)
-            jobs.append(
-                EvaluationJob(
-                    tier.name, model, subnet, group if stands_alone else SUPERNET, own, f"{tier.name}-{model}"
-                )
-            )
+            subnet, clients = Subnet(architecture, stands_alone, AVERAGED), clients_of_tier(world, index)
+            group = group if stands_alone else SUPERNET
+            jobs.append(EvaluationJob(tier.name, model, subnet, group, clients, f"{tier.name}-{model}"))
     return jobs
 
 

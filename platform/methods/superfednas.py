@@ -10,17 +10,19 @@ progressive shrinking), iFedAvg over a family and FedAvg of one subnet (`separat
 Papers: SuperFed (MaxNet), SuperFedNAS.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-import numpy as np
+from torch import Tensor
 
-from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.assignments import Assignment, places_of
+from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
+from fedloom.platform.clients.objectives import DistilledLoss
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     KeptModel,
@@ -52,11 +54,11 @@ from fedloom.platform.methods.evaluation import (
     EvaluationConfig,
     EvaluationJob,
     EvaluationStage,
+    clients_of_tier,
     everybody,
     kept_model,
 )
 from fedloom.platform.methods.shares import SHARES_RULES, SharesConfig, Sharing, check_shares, shares_of
-from fedloom.platform.methods.shrinking import FEWEST_OF_SANDWICH, Shrinking
 from fedloom.platform.methods.target_search import search_stages, targets_of
 from fedloom.platform.methods.tier_search import WINNERS, check_statistics
 from fedloom.platform.plugins import Registry
@@ -71,8 +73,9 @@ from fedloom.platform.settings import (
     ZERO_OR_MORE,
     ComponentName,
 )
+from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.capabilities import with_depths
-from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
+from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, architecture_id, parse_architecture
 
 SEARCHED = "searched"
 """The name of models found by the search, sliced from the supernet without further training."""
@@ -80,6 +83,8 @@ ALONE = "alone"
 """The name of models trained without a supernet."""
 SERVED = "served"
 """The state's counters of how often each client got the largest and the smallest subnet."""
+FEWEST_OF_SANDWICH = 2
+"""Subnets of a batch: the largest and the smallest."""
 
 # -- configuration ----------------------------------------------------------------------------------------------------
 
@@ -142,14 +147,6 @@ class SuperFedNASConfig:
     evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(clients_per_tier=0))
 
 
-def _own_rules(config: ElasticTrainingConfig) -> dict[str, tuple[Registry[Any], str]]:
-    """The rules that an elastic supernet's training has beside those of every stage."""
-    return {
-        "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),
-        "shares.rule": (SHARES_RULES, config.shares.rule),
-    }
-
-
 def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int, *, separately: bool) -> None:
     """Raises ValueError for invalid values."""
     key, name = "method.train", config.distribution.heuristic
@@ -179,7 +176,64 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
         raise ValueError(f"{key}.distribution.heuristic={name} hands out a fixed family: give method.family")
 
 
-# -- what a client does -----------------------------------------------------------------------------------------------
+# -- what a client trains, if the whole supernet travels ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """The whole supernet, trained along several random subnets per batch, whose gradients are summed.
+
+    Progressive shrinking (once-for-all, Cai et al. 2020; SuperFedNAS' multi-stage baseline) draws all subnets; with
+    `widest`, these have full width and random depth. The `sandwich` of FedSup (Kim and Yun 2022, after slimmable
+    networks) trains the largest first and the smallest last in every batch, and random ones between them, which learn
+    with weight `distillation` from the largest's outputs (in-place distillation). Where clients receive a subnet each
+    (E-FedSup), see `travels=slices` and the heuristics of distribution.
+    """
+
+    subnets_per_batch: int = 4
+    widest: bool = False
+    sandwich: bool = False
+    distillation: float = 0.0
+
+    def on(self, worker: Worker, assignment: Assignment) -> Network:
+        """The supernet module, called with another subnet in every pass."""
+        module, draws, spent_macs = worker.supernet, self._draws(worker, assignment), [0.0]
+        taught = DistilledLoss(self.distillation, passes=self.subnets_per_batch) if self.distillation else None
+
+        def forward(x_B: Tensor) -> Tensor:
+            architecture = next(draws)
+            spent_macs[0] += worker.spec.macs_table.cost(architecture) * len(x_B)
+            outputs = cast(Tensor, module(x_B, architecture))
+            if taught is not None:
+                taught.passed(outputs)
+            return outputs
+
+        whole = {name: Slice(name) for name in worker.tensors_of(module)}
+        loss, passes = None if taught is None else taught.loss, self.subnets_per_batch
+        return DrawingNetwork(module, forward, whole, 0.0, passes=passes, loss=loss, spent_macs=spent_macs)
+
+    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
+        """The cost of the subnets that training draws for these batches."""
+        draws, macs_of = self._draws(worker, assignment), worker.spec.macs_table.cost
+        macs = 0.0
+        for size in batches:
+            for _ in range(self.subnets_per_batch):
+                macs += macs_of(next(draws)) * size
+        tables = (worker.space.cost_table(measure) for measure in ("bytes", "parameters"))
+        size_bytes, parameters = (table.cost(worker.space.largest) for table in tables)
+        return Account(macs, size_bytes, int(parameters))
+
+    def held(self, space: SearchSpace) -> SliceMap:
+        """Everything."""
+        return space.slices(space.largest)
+
+    def _draws(self, worker: Worker, assignment: Assignment) -> Iterator[Architecture]:
+        rng, space = stream(worker.spec.training_seed, "subnets", *places_of(assignment)), worker.space
+        sample = with_depths(space, "travels=supernet").sample_depth if self.widest else space.sample
+        ends = {0: space.largest, self.subnets_per_batch - 1: space.smallest} if self.sandwich else {}
+        while True:
+            for index in range(self.subnets_per_batch):
+                yield ends[index] if index in ends else sample(rng)
 
 
 @dataclass(frozen=True)
@@ -197,16 +251,27 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     space, slices = world.space, config.travels == "slices"
     if not slices and config.shrinking.depth_share > 0:
         with_depths(space, "method.train.travels=supernet")
-    rules, clients = rules_of(config, "method.train", _own_rules(config)), cohort_size(config, world.num_clients)
+    own_rules: dict[str, tuple[Registry[Any], str]] = {
+        "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),
+        "shares.rule": (SHARES_RULES, config.shares.rule),
+    }
+    rules, clients = rules_of(config, "method.train", own_rules), cohort_size(config, world.num_clients)
     heuristic, shares_rule = rules.more["distribution.heuristic"], rules.more["shares.rule"]
-    given = partial(distribution_of, world, config, family)
+
+    def distribution(index: int, client_ids: tuple[int, ...], served: Served) -> Distribution:
+        """What a heuristic is given to choose the subnets of a round: clients in ascending order, their budgets."""
+        aware = config.distribution.tier_aware
+        budgets = tuple(world.training_budget(c, SUPERNET, index) if aware else inf for c in client_ids)
+        rng = stream(world.config.seed_for("training"), "distribution", SUPERNET, index)
+        return Distribution(space, world.cost_table, index, client_ids, budgets, family, served, rng)
+
     if slices:
-        check_heuristic(heuristic, given(0, tuple(range(clients)), {}))
+        check_heuristic(heuristic, distribution(0, tuple(range(clients)), {}))
         check_shares(shares_rule, config.shares, clients)
 
     def give(round_: Round) -> RoundTasks:
         client_ids, served = tuple(sorted(round_.client_ids)), round_.state.data[SERVED]
-        subnets = distribute(heuristic, given(round_.index, client_ids, served))
+        subnets = distribute(heuristic, distribution(round_.index, client_ids, served))
         architectures = [subnets[client_id] for client_id in round_.client_ids]
         is_largest = tuple(architecture == space.largest for architecture in architectures)
         shares = shares_of(shares_rule, Sharing(config.shares, round_.index, config.rounds, clients, is_largest))
@@ -224,7 +289,12 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         return Train(network, round_.local, rules.weighting)
 
     def after(state: RunState, plan: Plan, _result: RoundResult) -> RunState:
-        return state.with_data(SERVED, count_served(state.data[SERVED], given_in(plan), space))
+        subnets = {  # of clients that failed, too
+            a.client_id: a.task.network.architecture
+            for a in plan.assignments
+            if a.client_id is not None and isinstance(a.task, Train) and isinstance(a.task.network, Subnet)
+        }
+        return state.with_data(SERVED, count_served(state.data[SERVED], subnets, space))
 
     evaluated = [Subnet(world.architecture(text, "method.train.evaluate")) for text in config.evaluate]
     if evaluated and config.evaluate_every:
@@ -237,24 +307,9 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         score=lambda _state: [ScoreSubnet(subnet, SUPERNET, "validation") for subnet in evaluated],
         after=after,
         # Any subnet can later be sliced from the stored supernet, without training.
-        keep=lambda state: [_kept(world, state, SUPERNET, space.largest)],
+        keep=lambda state: [kept_model(world, SUPERNET, space.largest, tensors=state.weights(SUPERNET))],
         data={SERVED: {}},
     )
-
-
-def distribution_of(
-    world: World,
-    config: ElasticTrainingConfig,
-    family: tuple[Architecture, ...],
-    index: int,
-    client_ids: tuple[int, ...],
-    served: Served,
-) -> Distribution:
-    """What a heuristic is given to choose the subnets of a round: clients in ascending order, and their budgets."""
-    aware = config.distribution.tier_aware
-    budgets = tuple(world.training_budget(c, SUPERNET, index) if aware else inf for c in client_ids)
-    rng = stream(world.config.seed_for("training"), "distribution", SUPERNET, index)
-    return Distribution(world.space, world.cost_table, index, client_ids, budgets, family, served, rng)
 
 
 def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Architecture) -> TrainingStage:
@@ -269,7 +324,7 @@ def alone_stage(world: World, config: ElasticTrainingConfig, architecture: Archi
         tasks=to_all(lambda round_: Train(subnet, round_.local, rules.weighting)),
         macs=lambda _state: world.macs_table.cost(architecture),
         score=lambda _state: [ScoreSubnet(subnet, ALONE, "validation")],
-        keep=lambda state: [_kept(world, state, group, architecture)],
+        keep=lambda state: [kept_model(world, group, architecture, tensors=state.weights(group))],
     )
 
 
@@ -278,52 +333,29 @@ def group_of(architecture: Architecture) -> str:
     return f"{ALONE}-{architecture_id(architecture)}"
 
 
-def _kept(world: World, state: RunState, group: str, architecture: Architecture) -> KeptModel:
-    return kept_model(world, group, architecture, tensors=state.weights(group))
-
-
-def given_in(plan: Plan) -> Mapping[int, Architecture]:
-    """The subnet given to each client of a plan, including clients that failed."""
-    return {
-        a.client_id: a.task.network.architecture
-        for a in plan.assignments
-        if a.client_id is not None and isinstance(a.task, Train) and isinstance(a.task.network, Subnet)
-    }
-
-
-def parse_family(config: SuperFedNASConfig, world: World) -> tuple[Architecture, ...]:
-    """The family's subnets; ValueError for a subnet outside the space or named twice."""
-    family: list[Architecture] = []
+def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
+    """Training, search and final evaluation; or separate training of the family's members and their evaluation."""
+    family: tuple[Architecture, ...] = ()
     for text in config.family:
         architecture = world.architecture(text, "method.family")
         if architecture in family:
             raise ValueError(f"method.family: {text!r} is named twice: {world.space.label(architecture)}")
-        family.append(architecture)
-    return tuple(family)
-
-
-def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
-    """Training, search and final evaluation; or separate training of the family's members and their evaluation."""
-    family = parse_family(config, world)
+        family += (architecture,)
     _check_training(config.train, world.num_clients, len(family), separately=config.separately)
+    clients = everybody(world)
     if config.separately:
-        return _alone(world, config, family)
-    sequence: list[Stage] = [supernet_stage(world, config.train, family), *search_stages(world, config.search)]
-    jobs = [EvaluationJob("", SUPERNET, Subnet(member), SUPERNET, everybody(world)) for member in family]
-    scored = len(jobs) + (len(targets_of(world, config.search)) if len(sequence) > 1 else 0)
+        if not family:
+            raise ValueError("method.separately=true trains the members of method.family, which is empty: name some")
+        jobs = [
+            EvaluationJob("", ALONE, Subnet(member, stand_alone=True), group_of(member), clients) for member in family
+        ]
+        final = EvaluationStage(world, config.evaluation, lambda _state: jobs, len(jobs))
+        return [*(alone_stage(world, config.train, member) for member in family), final]
+    training, searches = supernet_stage(world, config.train, family), search_stages(world, config.search)
+    jobs = [EvaluationJob("", SUPERNET, Subnet(member), SUPERNET, clients) for member in family]
+    scored = len(jobs) + (len(targets_of(world, config.search)) if searches else 0)
     final = EvaluationStage(world, config.evaluation, lambda state: [*jobs, *_winners(world, state)], scored)
-    return [*sequence, final]
-
-
-def _alone(world: World, config: SuperFedNASConfig, family: tuple[Architecture, ...]) -> list[Stage]:
-    if not family:
-        raise ValueError("method.separately=true trains the members of method.family, which is empty: name some")
-    training: list[Stage] = [alone_stage(world, config.train, member) for member in family]
-    jobs = [
-        EvaluationJob("", ALONE, Subnet(member, stand_alone=True), group_of(member), everybody(world))
-        for member in family
-    ]
-    return [*training, EvaluationStage(world, config.evaluation, lambda _state: jobs, len(jobs))]
+    return [training, *searches, final]
 
 
 def _winners(world: World, state: RunState) -> list[EvaluationJob]:
@@ -331,10 +363,8 @@ def _winners(world: World, state: RunState) -> list[EvaluationJob]:
     jobs: list[EvaluationJob] = []
     tiers = {tier.name: index for index, tier in enumerate(world.tiers)}
     for name, text in state.data.get(WINNERS, {}).items():
-        own: Sequence[int] | np.ndarray = everybody(world)
-        if name in tiers:
-            own = np.flatnonzero(world.tier_of_client == tiers[name])
-        jobs.append(EvaluationJob(name, SEARCHED, Subnet(parse_architecture(text)), SUPERNET, own))
+        clients = clients_of_tier(world, tiers[name]) if name in tiers else everybody(world)
+        jobs.append(EvaluationJob(name, SEARCHED, Subnet(parse_architecture(text)), SUPERNET, clients))
     return jobs
 
 

@@ -12,7 +12,7 @@ The other run is looked at when the run begins and when it is resumed, and must 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -82,16 +82,16 @@ def source_of(config: TransferConfig, world: World) -> Source:
     the number of classes.
     """
     paths, model = _model_of(config, world)
-    kept, card = load_model(paths, model)
-    space, own = world.space, parse_architecture(card["architecture"])
+    stored, card = load_model(paths, model)
+    space, source = world.space, parse_architecture(card["architecture"])
     try:
-        space.validate(own)
+        space.validate(source)
     except ValueError as error:
         raise _unlike(paths.run_id, world, f"{error}; models of several tasks (tiers.tasks) cannot be taken") from error
-    architecture = own if config.architecture is None else space.parse(config.architecture)
-    if model != SUPERNET and architecture != own:
+    architecture = source if config.architecture is None else space.parse(config.architecture)
+    if model != SUPERNET and architecture != source:
         raise ValueError(
-            f"method.architecture={config.architecture}: model {model} of run {paths.run_id} is {space.label(own)}; "
+            f"method.architecture={config.architecture}: model {model} of run {paths.run_id} is {space.label(source)}; "
             "only supernets can be cut; leave it out (null)"
         )
     if model == SUPERNET and space.slices_tensors and space.keeps_statistics and not config.from_scratch:
@@ -103,15 +103,16 @@ def source_of(config: TransferConfig, world: World) -> Source:
     weights, cut = space.initial_subnet_weights(architecture, generator), space.slices(architecture)
     taken: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        place = cut[name].source if model == SUPERNET else name
-        if place not in kept:
+        stored_name = cut[name].source if model == SUPERNET else name
+        if stored_name not in stored:
             raise _unlike(paths.run_id, world, f"it has no {name}")
-        if kept[place].shape == tensor.shape:
-            taken[name] = kept[place].clone()
-        elif model == SUPERNET and tuple(kept[place].shape) == supernet_shapes(space)[place]:
-            taken[name] = cut[name].of(kept[place]).clone()
-        elif tensor.shape[1:] != kept[place].shape[1:] or len(tensor) != world.config.space.num_classes:
-            shapes = f"{name} is {tuple(kept[place].shape)} there and {tuple(tensor.shape)} here"
+        there = stored[stored_name]
+        if there.shape == tensor.shape:
+            taken[name] = there.clone()
+        elif model == SUPERNET and tuple(there.shape) == supernet_shapes(space)[stored_name]:
+            taken[name] = cut[name].of(there).clone()
+        elif tensor.shape[1:] != there.shape[1:] or len(tensor) != world.config.space.num_classes:
+            shapes = f"{name} is {tuple(there.shape)} there and {tuple(tensor.shape)} here"
             raise _unlike(paths.run_id, world, shapes)
     if config.from_scratch:
         taken = {}
@@ -222,13 +223,9 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
     def everything(round_: Round) -> Train:
         return Train(subnet, round_.local, round_.rules.weighting)
 
-    found: list[Stage] = []
-    for name, training, task in ((HEAD, config.head, head), (MODEL, config.train, everything)):
-        key = "method.head" if name == HEAD else "method.train"
-        if not training.rounds and name == HEAD:
-            continue
+    def stage(name: str, key: str, training: TrainingConfig, task: Callable[[Round], Train]) -> Stage:
         check_training(training, key, world.num_clients)
-        stage = TrainingStage(
+        return TrainingStage(
             *(world, training, rules_of(training, key)),
             name=name,
             group=MODEL,
@@ -238,9 +235,11 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
             score=lambda _state: [ScoreSubnet(subnet, MODEL, "validation")],
             macs=lambda _state: world.macs_table.cost(subnet.architecture),
         )
-        found.append(stage)
+
+    heads = [stage(HEAD, "method.head", config.head, head)] if config.head.rounds else []
+    training = stage(MODEL, "method.train", config.train, everything)
     job = EvaluationJob("", MODEL, subnet, MODEL, everybody(world), kept=MODEL)
-    return [*found, EvaluationStage(world, config.evaluation, lambda _state: [job], models=1)]
+    return [*heads, training, EvaluationStage(world, config.evaluation, lambda _state: [job], models=1)]
 
 
 METHOD = Method(TransferConfig, stages, kind="shared", lacks=("candidates",))

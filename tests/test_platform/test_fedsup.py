@@ -14,8 +14,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.shrinking import Shrinking
-from fedloom.platform.methods.superfednas import ShrinkingConfig
+from fedloom.platform.methods.superfednas import Shrinking, ShrinkingConfig
 
 Make = Callable[..., RunConfig]
 SANDWICH = Shrinking(3, sandwich=True, distillation=0.5)

@@ -18,8 +18,7 @@ from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.shrinking import Shrinking
-from fedloom.platform.methods.superfednas import ShrinkingConfig, group_of
+from fedloom.platform.methods.superfednas import Shrinking, ShrinkingConfig, group_of
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.slices import Slice, architecture_id, bytes_of
