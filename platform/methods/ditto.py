@@ -65,12 +65,12 @@ class TrainDitto:
         shared = train_network(worker, assignment, network, weights, data, self.local).copied()
         pull = pull_towards(self.pull, received(worker, network, weights))
         resume = resumed(silo.momentum, pull)
-        own = train_network(worker, assignment, network, silo.weights, data, self.local.plain, resume)
+        personal = train_network(worker, assignment, network, silo.weights, data, self.local.plain, resume)
         unseen = self.scored and not self.use_validation
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
-        own = own.copied()
-        after = Personal(own.tensors, own.momentum)
-        return replace(pair_outcome(shared, own, data, self.rules.weighting, after), measurements=scores)
+        personal = personal.copied()
+        after = Personal(personal.tensors, personal.momentum)
+        return replace(pair_outcome(shared, personal, data, self.rules.weighting, after), measurements=scores)
 
 
 def stages(config: DittoConfig, world: World) -> list[Stage]:

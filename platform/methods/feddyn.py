@@ -39,10 +39,10 @@ class FedDyn(LocalRule):
 
     def begin(self, client: LocalClient) -> Correction:
         """The gradient of the regulariser is added to that of the loss."""
-        kept = {name: client.kept(GRADIENT, name) for name in client.parameters}
+        gradients = {name: client.kept(GRADIENT, name) for name in client.parameters}
 
         def correct(name: str, parameter: Tensor, gradient: Tensor) -> None:
-            gradient.sub_(kept[name]).add_(parameter - client.received[name], alpha=self.alpha)
+            gradient.sub_(gradients[name]).add_(parameter - client.received[name], alpha=self.alpha)
 
         return correct
 

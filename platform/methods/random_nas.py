@@ -78,8 +78,8 @@ class ContestStage(Stage):
         finite = report.loss is not None and report.metric is not None and math.isfinite(report.loss)
         score = [architecture_id(self.architecture), report.metric if finite else None, report.loss]
         known = state.data.get(SCORES, {})
-        own = [*known.get(self.tier.name, []), score]
-        return RoundUpdate(state.with_data(SCORES, {**known, self.tier.name: own}))
+        scores = [*known.get(self.tier.name, []), score]
+        return RoundUpdate(state.with_data(SCORES, {**known, self.tier.name: scores}))
 
     def end(self, state: RunState) -> RoundUpdate:
         """The state with the weights of the tier's best model alone."""

@@ -58,15 +58,15 @@ def find_method(name: str) -> Method:
 
     Raises PluginError for an unknown method, or an object that is no `Method`.
     """
-    found: Any = resolve("method", name, METHODS)
-    if not isinstance(found, Method):
+    method: Any = resolve("method", name, METHODS)
+    if not isinstance(method, Method):
         raise PluginError(
-            f"method {name!r} is {an(type(found).__name__)}: give the import path of a Method, see "
+            f"method {name!r} is {an(type(method).__name__)}: give the import path of a Method, see "
             "fedloom.platform.federation.method"
         )
     if is_import_path(name):
-        _check(name, found)
-    return found
+        _check(name, method)
+    return method
 
 
 def _check(name: str, method: Method) -> None:

@@ -70,14 +70,14 @@ class Scaffold(LocalRule):
         for name, parameter in client.parameters.items():
             if not steps[name]:
                 continue
-            own = client.kept(OWN, name)
+            control = client.kept(OWN, name)
             if self.option == 1:
-                change = gradient_at_x[name] - own
+                change = gradient_at_x[name] - control
             else:
                 mean_step = (client.received[name] - parameter) / (steps[name] * client.local.lr)
                 change = mean_step - client.shared(CONTROL, name)
             client.send(CONTROL, name, change, weight=1.0)
-            own.add_(change)
+            control.add_(change)
 
     def merge(self, step: ServerStep) -> Tensor:
         """c <- c + |S| / N times the mean change, of those that hold the region."""

@@ -171,17 +171,17 @@ class TrainSpider:
         network = own_network(worker, silo)
         pull = pull_towards(self.pull, received(worker, network, weights))
         resume, search_step = resumed(silo.momentum, pull), self.search.step(worker, assignment, silo)
-        own = train_network(
+        personal = train_network(
             worker, assignment, network, silo.weights, data, self.local.plain, lambda sgd: search_step(resume(sgd))
         )
         unseen = self.scored and not use_validation  # scores on data used for training would not measure generalisation
         scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
-        own = own.copied()
+        personal = personal.copied()
         alphas = None if silo.alphas is None else silo.alphas.detach()
-        silo = replace(silo, weights=own.tensors, momentum=own.momentum, alphas=alphas)
+        silo = replace(silo, weights=personal.tensors, momentum=personal.momentum, alphas=alphas)
         passes = 1 if self.search.is_over(space, silo.kept) else self.search.passes
-        macs = shared.macs + passes * own.macs + searching_macs
-        outcome = pair_outcome(shared, own, data, self.rules.weighting, silo)
+        macs = shared.macs + passes * personal.macs + searching_macs
+        outcome = pair_outcome(shared, personal, data, self.rules.weighting, silo)
         momentum = {f"{SHARED_MOMENTUM}{n}": t for n, t in shared.momentum.items()} if self.keep_momentum else {}
         after = {**(outcome.state or {}), **momentum}
         return replace(outcome, macs=macs, forward_macs=searching_macs, measurements=scores, state=after)

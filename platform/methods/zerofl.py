@@ -62,11 +62,11 @@ class ZeroFLConfig(FedAvgConfig):
 
 def largest(values: Tensor, share: float) -> Tensor:
     """The values with all but the given share of them, the largest by magnitude, set to zero."""
-    kept = max(1, math.ceil(share * values.numel()))
-    if kept == values.numel():
+    count = max(1, math.ceil(share * values.numel()))
+    if count == values.numel():
         return values
     sizes = values.abs()
-    least = sizes.flatten().kthvalue(values.numel() - kept + 1).values
+    least = sizes.flatten().kthvalue(values.numel() - count + 1).values
     return torch.where(sizes >= least, values, torch.zeros_like(values))
 
 
@@ -85,10 +85,10 @@ class _SparseConvolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.about
         sizes, wanted = [weight.shape[0]] if ctx.biased else None, [ctx.needs_input_grad[0], True, ctx.biased]
-        found = torch.ops.aten.convolution_backward(
+        gradients = torch.ops.aten.convolution_backward(
             gradient, x, weight, sizes, stride, padding, dilation, False, [0, 0], groups, wanted
         )
-        return (*found, None, None)
+        return (*gradients, None, None)
 
 
 class _SparseLinear(torch.autograd.Function):
@@ -178,21 +178,21 @@ def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
     if config.sparsity and world.config.executor.precision == "bfloat16":
         raise ValueError("zerofl's sparse layers compute in float32: use executor.precision=float32 or tf32")
     refuse_parts(rules_of(config.train, "method.train").local, "method.train", "zerofl", "sgd or fedprox")
-    kept = 1.0 - config.sparsity
-    sends = min(1.0, kept + config.mask_ratio)
+    share = 1.0 - config.sparsity
+    sends = min(1.0, share + config.mask_ratio)
 
     def client(subnet: Subnet, round_: Round) -> Train:
-        network = Sparse(subnet, kept) if config.sparsity else subnet
+        network = Sparse(subnet, share) if config.sparsity else subnet
         largest_changes = (Sparsify(share=sends, by=config.by),) if sends < 1 else ()
         return Train(network, round_.local, round_.rules.weighting, processors=largest_changes)
 
     model, subnet = config.name, subnet_of(config, world)
-    score = ScoreThinned(subnet, model, "validation", share=kept) if config.sparsity else None
+    score = ScoreThinned(subnet, model, "validation", share=share) if config.sparsity else None
 
     def thin(state: RunState) -> RunState:
         if not config.sparsity or model not in state.groups:
             return state
-        return state.with_group(SPARSE, thinned(world.space, subnet, state.weights(model), kept))
+        return state.with_group(SPARSE, thinned(world.space, subnet, state.weights(model), share))
 
     job = EvaluationJob("", model, subnet, SPARSE if config.sparsity else model, everybody(world), kept=model)
     evaluation = EvaluationStage(world, config.evaluation, lambda _state: [job], models=1, prepare=thin)

@@ -48,8 +48,8 @@ class HalfGeneCrossover(Crossover):  # type: ignore[misc]
     def _do(self, _problem: Any, X: Ints, *_args: Any, random_state: np.random.Generator, **_: Any) -> Ints:
         _parents, matings, genes = X.shape
         half = (genes + random_state.integers(2, size=(matings, 1))) // 2
-        places = random_state.permuted(np.tile(np.arange(genes), (matings, 1)), axis=1)
-        swapped = places < half
+        positions = random_state.permuted(np.tile(np.arange(genes), (matings, 1)), axis=1)
+        swapped = positions < half
         return np.stack([np.where(swapped, X[1], X[0]), np.where(swapped, X[0], X[1])])
 
 

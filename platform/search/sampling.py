@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,6 +20,7 @@ MAX_NODES = 100_000
 """Nodes visited without a result before a search gives up, because finding an exact cost is a subset-sum problem."""
 
 
+@dataclass(frozen=True)
 class _Suffix:
     """The costs that the decisions from a depth on can add, and the number of combinations for each cost.
 
@@ -26,14 +28,12 @@ class _Suffix:
     only the smallest, largest, mean and variance of a uniform choice are known.
     """
 
-    def __init__(self, smallest: float, largest: float, mean: float, variance: float) -> None:
-        self.smallest, self.largest, self.mean, self.variance = smallest, largest, mean, variance
-        self.sums: Floats | None = None
-        self.cumulated: Floats | None = None
-
-    def keep(self, sums: Floats, ways: Floats) -> None:
-        """Stores the exact costs and their counts."""
-        self.sums, self.cumulated = sums, np.concatenate([[0.0], np.cumsum(ways)])
+    smallest: float
+    largest: float
+    mean: float
+    variance: float
+    sums: Floats | None = None
+    cumulated: Floats | None = None
 
 
 class IntervalSampler:
@@ -105,9 +105,7 @@ class IntervalSampler:
     @cached_property
     def _suffixes(self) -> list[_Suffix]:
         nothing = 0.0 if self.table.reduce == "sum" else -np.inf
-        last = _Suffix(nothing, nothing, 0.0, 0.0)
-        last.keep(np.array([nothing]), np.array([1.0]))
-        suffixes = [last]
+        suffixes = [_Suffix(nothing, nothing, 0.0, 0.0, np.array([nothing]), np.array([0.0, 1.0]))]
         for row, choices in zip(reversed(self.rows), reversed(self.supported), strict=True):
             suffixes.append(self._prepend(row[choices], suffixes[-1]))
         return suffixes[::-1]
@@ -125,10 +123,11 @@ class IntervalSampler:
             return suffix
         joined = self._join(values[:, None], after.sums[None, :])
         sums, where = np.unique(joined, return_inverse=True)
-        if len(sums) <= most:
-            ways = repeats[:, None] * np.diff(after.cumulated)[None, :]
-            suffix.keep(sums, np.bincount(where.ravel(), weights=ways.ravel()).astype(np.float64))
-        return suffix
+        if len(sums) > most:
+            return suffix
+        ways = repeats[:, None] * np.diff(after.cumulated)[None, :]
+        counts = np.bincount(where.ravel(), weights=ways.ravel()).astype(np.float64)
+        return replace(suffix, sums=sums, cumulated=np.concatenate([[0.0], np.cumsum(counts)]))
 
     def _completions(self, partial: Floats, suffix: _Suffix) -> Floats:
         """Per partial cost, the approximate number of completions inside (up to a factor); 0 if there is none."""
@@ -170,8 +169,14 @@ class IntervalSampler:
         dead: set[tuple[int, float]] = set()
         nodes = 0
         while stack:
-            if not stack[-1]:
-                self._leave(stack, prefix, fruitful, dead)
+            if not stack[-1]:  # one level up; a state without results below it is not visited again
+                stack.pop()
+                any_below = fruitful.pop()
+                if prefix:
+                    _, partial = prefix.pop()
+                    fruitful[-1] = fruitful[-1] or any_below
+                    if not any_below:
+                        dead.add((len(stack), partial))
                 continue
             option, partial = stack[-1].pop()
             depth = len(stack)
@@ -190,22 +195,6 @@ class IntervalSampler:
                     f"no architecture found in ({self.interval.lower}, {self.interval.upper}] after {MAX_NODES} steps: "
                     "widen the interval"
                 )
-
-    @staticmethod
-    def _leave(
-        stack: list[list[tuple[int, float]]],
-        prefix: list[tuple[int, float]],
-        fruitful: list[bool],
-        dead: set[tuple[int, float]],
-    ) -> None:
-        """Goes up one level; a state without results below it is not visited again."""
-        stack.pop()
-        found = fruitful.pop()
-        if prefix:
-            _, partial = prefix.pop()
-            fruitful[-1] = fruitful[-1] or found
-            if not found:
-                dead.add((len(stack), partial))
 
 
 def as_architecture(row: NDArray[np.int64]) -> Architecture:
