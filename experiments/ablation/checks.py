@@ -1,12 +1,13 @@
 """Checks of trials before any of them starts: their configurations, data and resources."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial
+from fedloom.actors.placement import ActorGroup, bundles_of, plan_groups, resident_group
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.config import RunConfig
@@ -17,6 +18,22 @@ from fedloom.platform.runs.run import planned_stages, planned_world
 from fedloom.platform.runs.run_files import begun_with, check_alike
 from fedloom.platform.runs.supernets import supernet_key
 from fedloom.tiers.tier import Tier, make_tiers
+
+Resources = Mapping[str, float]
+Bundles = tuple[dict[str, float], ...]
+
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The resources (`CPU`, `GPU`) of each node."""
+
+    nodes: tuple[Resources, ...]
+
+    def total(self, name: str) -> float:
+        """Sum of a resource over all nodes."""
+        return sum(node.get(name, 0.0) for node in self.nodes)
 
 
 @dataclass(frozen=True)
@@ -52,40 +69,39 @@ def checked_trials(
     Raises ValueError that names the trial. Missing resources are reported first, since that check needs no data.
     """
     at_once = min(len(trials), concurrent or len(trials))
-    looked_at: set[str] = set()
+    first_by_size: dict[str, Trial] = {}
     for trial in trials:
-        size = _size(trial.config)
-        if size not in looked_at:
-            looked_at.add(size)
-            _look_at_size(trial, cluster, at_once)
+        first_by_size.setdefault(_size(trial.config), trial)
+    for trial in first_by_size.values():
+        _check_size(trial, cluster, at_once)
     known = begun_with([RunPaths(root, trial.experiment, trial.run_id) for trial in beside])
-    found: dict[int, Checked] = {}
+    checked: dict[int, Checked] = {}
     spaces: dict[str, World] = {}
     for same_world in _by_world(trials):
         world: World | None = None
-        for place, config in same_world:
-            trial = trials[place]
+        for position, config in same_world:
+            trial = trials[position]
             config.results = str(root)
             try:
                 world = replace(world or _world(config, spaces), config=config)
                 check_alike(asdict(config), world.data, known)
-                found[place] = _checked(trial, world, cluster, at_once, scheduler)
+                checked[position] = _checked(trial, world, cluster, at_once, scheduler)
             except ValueError as error:
                 raise _of(trial, error) from error
-    return [found[place] for place in range(len(trials))]
+    return [checked[position] for position in range(len(trials))]
 
 
 def _by_world(trials: Sequence[Trial]) -> Iterable[Sequence[tuple[int, RunConfig]]]:
-    """The places of the trials with their configurations, together those that differ in nothing a world is built from.
+    """The trials' positions and configurations, together those that differ in nothing that a world is built from.
 
     Seeds change from one trial to the next, so that consecutive trials hardly ever share a world.
     """
     groups: dict[str, list[tuple[int, RunConfig]]] = {}
-    for place, trial in enumerate(trials):
+    for position, trial in enumerate(trials):
         config = config_from_dict(trial.config)
         parts = {name: trial.config[name] for name in ("data", "objective", "space", "tiers", "devices")}
         seeds = [config.seed_for("partition"), config.seed_for("training")]
-        groups.setdefault(json.dumps([parts, seeds, config.executor.threads]), []).append((place, config))
+        groups.setdefault(json.dumps([parts, seeds, config.executor.threads]), []).append((position, config))
     return groups.values()
 
 
@@ -95,7 +111,7 @@ def _size(config: Mapping[str, Any]) -> str:
     return json.dumps([config["executor"], tiers, config["data"]["num_clients"]])
 
 
-def _look_at_size(trial: Trial, cluster: Cluster, at_once: int) -> None:
+def _check_size(trial: Trial, cluster: Cluster, at_once: int) -> None:
     """Checks the resources that follow from the configuration alone; the number of clients may come from the data."""
     config = config_from_dict(trial.config)
     if config.executor.resident and config.data.num_clients is None:
@@ -152,3 +168,77 @@ def _holds(bundles: Bundles, cluster: Cluster) -> int:
 
 def _of(trial: Trial, error: ValueError) -> ValueError:
     return ValueError(f"trial {trial.index} ({trial.label()}): {error}")
+
+
+# -- resources ---------------------------------------------------------------------------------------------------------
+
+
+def bundles_of_trial(
+    config: RunConfig, tiers: Sequence[Tier], num_clients: int, cluster: Cluster, trials: int
+) -> Bundles:
+    """One bundle per client actor of a trial; the trial's server reserves no CPU.
+
+    Without `executor.actors` the number of actors is such that all `trials` fit at once, but at least one (one per tier
+    if tiers have GPU shares). Raises ValueError that says what is missing if the cluster cannot hold the trial.
+    """
+    if config.executor.kind == "serial":
+        bundles: Bundles = ({"CPU": float(config.executor.threads)},)
+    else:
+        groups = _groups(config, tiers, cluster, trials)
+        if config.executor.resident:
+            cpus, nodes = groups[0].actors * groups[0].num_cpus, len(cluster.nodes)
+            groups = [resident_group(groups[0], cpus, num_clients, nodes)]
+        bundles = tuple(bundles_of(groups, num_clients if config.executor.resident else None))
+    check_fits(bundles, cluster)
+    return bundles
+
+
+def _groups(config: RunConfig, tiers: Sequence[Tier], cluster: Cluster, trials: int) -> list[ActorGroup]:
+    """The pools of a trial: with the smallest possible pool, or with an equal share of the cluster if that is more."""
+    whole = {"CPU": cluster.total("CPU"), "GPU": cluster.total("GPU")}
+    if any(t.num_gpus for t in tiers):  # the smallest pool has one actor per tier
+        least = {"CPU": sum(t.num_cpus for t in tiers), "GPU": sum(t.num_gpus for t in tiers)}
+    else:
+        size = max(t.num_cpus for t in tiers)
+        least = {"CPU": (config.executor.actors or 1) * size, "GPU": 0.0}
+        if not config.executor.resident:  # a node's CPUs that are too few for another actor are of no use
+            whole["CPU"] = sum(math.floor(node.get("CPU", 0.0) / size + EPSILON) for node in cluster.nodes) * size
+    share = {name: max(least[name], whole[name] / max(1, trials)) for name in whole}
+    return plan_groups(config.executor, tiers, share)
+
+
+def check_fits(bundles: Bundles, cluster: Cluster) -> None:
+    """Raises ValueError that names the missing resources if an empty cluster cannot hold all bundles at once."""
+    for name in ("CPU", "GPU"):
+        wanted, there = sum(b.get(name, 0.0) for b in bundles), cluster.total(name)
+        if wanted > there + EPSILON:
+            raise ValueError(
+                f"{len(bundles)} client actors need {wanted:g} {name}s at once, the cluster has {there:g}: "
+                f"{wanted - there:g} {name}s are missing; {_advice(name)}"
+            )
+    rooms = [dict(node) for node in cluster.nodes]
+    for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0.0), -b.get("CPU", 0.0))):
+        room = next((r for r in rooms if _has_room(r, bundle)), None)
+        if room is None:
+            size = " and ".join(f"{amount:g} {name}s" for name, amount in bundle.items() if amount)
+            raise ValueError(
+                f"a client actor of {size} has no place: {len(bundles)} of them do not fit on the cluster's "
+                f"{len(cluster.nodes)} nodes ({_sizes(cluster)}); {_advice('CPU')}"
+            )
+        for name, amount in bundle.items():
+            room[name] = room.get(name, 0.0) - amount
+
+
+def _has_room(room: Resources, bundle: Resources) -> bool:
+    return all(room.get(name, 0.0) + EPSILON >= amount for name, amount in bundle.items())
+
+
+def _sizes(cluster: Cluster) -> str:
+    sizes = [f"{n.get('CPU', 0):g} CPUs" + (f", {n['GPU']:g} GPUs" if n.get("GPU") else "") for n in cluster.nodes]
+    return "; ".join(sizes[:8]) + ("; ..." if len(sizes) > 8 else "")
+
+
+def _advice(name: str) -> str:
+    if name == "GPU":
+        return "lower tiers.num_gpus, or add GPUs (ray.num_gpus)"
+    return "lower executor.actors or tiers.num_cpus, or give Ray more CPUs (ray.num_cpus)"

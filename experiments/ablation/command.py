@@ -3,10 +3,9 @@
 import logging
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ray.exceptions import RayError
 from rich.table import Table
@@ -14,7 +13,7 @@ from rich.table import Table
 from fedloom.experiments.ablation.launch import AblationEnd, resume_ablation, retry_failed, start_ablation
 from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import Ablation
-from fedloom.experiments.store.trials import FAILED, TrialState, counted
+from fedloom.experiments.store.trials import FAILED, counted
 from fedloom.experiments.terminal import INFRASTRUCTURE, OK, complain, console, of_run_end, where, write_json
 from fedloom.platform.results.store import is_remote
 
@@ -74,13 +73,11 @@ def _repeated_warnings_once() -> Iterator[None]:
 
 def _show_plan(ablation: Ablation, as_json: bool) -> None:
     if as_json:
-        write_json(
-            {
-                "ablation": ablation.name,
-                "experiment": ablation.experiment,
-                "trials": [_planned(t) for t in ablation.trials],
-            }
-        )
+        trials = [
+            {"index": t.index, "seed": t.seed, "setting": dict(t.setting), "overrides": t.overrides}
+            for t in ablation.trials
+        ]
+        write_json({"ablation": ablation.name, "experiment": ablation.experiment, "trials": trials})
         return
     table = Table("trial", *ablation.axes, "seed", box=None)
     for trial in ablation.trials:
@@ -88,10 +85,6 @@ def _show_plan(ablation: Ablation, as_json: bool) -> None:
     screen = console()
     screen.print(table)
     screen.print(f"{len(ablation.trials)} trials of {ablation.experiment}; leave out --plan to run them")
-
-
-def _planned(trial: Any) -> dict[str, Any]:
-    return {"index": trial.index, "seed": trial.seed, "setting": dict(trial.setting), "overrides": trial.overrides}
 
 
 def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
@@ -110,20 +103,19 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
         report = f"fedloom report {end.ablation_id}{here}"
         console().print(f"finished: {end.ablation_id} ({said}); tables, figures and page: {report}")
         return
-    for line in _unfinished(end.states):
-        complain(line)
+    bad = [s for s in end.states if s.state in FAILED]
+    for s in bad[:MOST_FAILED]:
+        complain(f"trial {s.trial.index} ({s.trial.label()}) {s.state}: {s.message}")
+    if len(bad) > MOST_FAILED:
+        complain(f"and {len(bad) - MOST_FAILED} more")
     again = _what_to_do(end.ablation_id, results, end.kind)
     complain(f"ablation {WORDS.get(end.kind, end.kind)} ({said}); {again}")
 
 
+MOST_FAILED = 10
+"""Failed trials that are named at the end."""
 WORDS = {"infrastructure": "incomplete"}
 """Words for kinds of ends that are unclear in a sentence."""
-
-
-def _unfinished(states: Sequence[TrialState], most: int = 10) -> list[str]:
-    bad = [s for s in states if s.state in FAILED]
-    lines = [f"trial {s.trial.index} ({s.trial.label()}) {s.state}: {s.message}" for s in bad[:most]]
-    return [*lines, f"and {len(bad) - most} more"] if len(bad) > most else lines
 
 
 def _what_to_do(ablation_id: str, results: str | Path, kind: str = "interrupted") -> str:

@@ -1,11 +1,15 @@
 """Runs the trials of an ablation one after another in this process, without Ray: `executor.kind=serial`, dry runs."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from fedloom.experiments.ablation.at_work import AblationView, Place, RunningAblation, TrialEvents, wait_for_old
-from fedloom.experiments.ablation.checks import checked_trials
-from fedloom.experiments.ablation.needs import Cluster
+from fedloom.experiments.ablation.checks import Cluster, checked_trials
+from fedloom.experiments.ablation.running import (
+    AblationView,
+    ResultsPlace,
+    RunningAblation,
+    TrialEvents,
+    wait_for_earlier_processes,
+)
 from fedloom.experiments.ablation.trial import END, MESSAGE, Job, RunThread
 from fedloom.experiments.store.ablations import Ablation, Trial, write_ablation
 from fedloom.experiments.store.trials import FINAL, End, trial_states
@@ -20,7 +24,7 @@ def is_serial(ablation: Ablation) -> bool:
     return all(t.config["executor"]["kind"] == "serial" or t.config["dry_run"] for t in ablation.trials)
 
 
-def run_in_process(ablation: Ablation, place: Place, view: AblationView, *, is_new: bool) -> None:
+def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, *, is_new: bool) -> None:
     """Runs or resumes the trials that are not done, in the order of the plan.
 
     Raises ValueError for a trial that cannot run, before any file of a new ablation is written.
@@ -30,11 +34,19 @@ def run_in_process(ablation: Ablation, place: Place, view: AblationView, *, is_n
     checked_trials([_serial(trial) for trial in left], place.root, NO_LIMIT, beside=ablation.trials)
     if is_new:
         write_ablation(place.root, ablation)
-    with RunningAblation(ablation, place, indices) as at_work:
-        wait_for_old(place.root, left)
-        events = TrialEvents(view, at_work)
+    with RunningAblation(ablation, place, indices) as running:
+        wait_for_earlier_processes(place.root, left)
+        events = TrialEvents(view, running)
         view.planned(ablation, trial_states(place.root, ablation), 1, len(left))
-        _run_all(left, ablation, place, events)
+        for trial in left:
+            identity = RunIdentity(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
+            run = RunThread(Job(trial.index, {**trial.config, "results": place.results}, identity))
+            events.started(trial.index)
+            run.start()
+            try:
+                events.ended(trial.index, _end_of(run, trial.index, events))
+            finally:
+                run.stop()
 
 
 def _serial(trial: Trial) -> Trial:
@@ -42,20 +54,8 @@ def _serial(trial: Trial) -> Trial:
     return replace(trial, config={**trial.config, "executor": {**trial.config["executor"], "kind": "serial"}})
 
 
-def _run_all(trials: Sequence[Trial], ablation: Ablation, place: Place, events: TrialEvents) -> None:
-    for trial in trials:
-        identity = RunIdentity(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
-        run = RunThread(Job(trial.index, {**trial.config, "results": place.results}, identity))
-        events.started(trial.index)
-        run.start()
-        try:
-            events.ended(trial.index, _followed(run, trial.index, events))
-        finally:
-            run.stop()
-
-
-def _followed(run: RunThread, index: int, events: TrialEvents) -> End:
-    """How the run ended; its rounds are shown while it runs."""
+def _end_of(run: RunThread, index: int, events: TrialEvents) -> End:
+    """How the run ends; its rounds are shown while it runs."""
     before: object = None
     while True:
         news = run.news()
@@ -64,3 +64,8 @@ def _followed(run: RunThread, index: int, events: TrialEvents) -> End:
         if news and news != before:
             events.round(index, news)
         before = news
+
+
+def _serial(trial: Trial) -> Trial:
+    """The trial without actors, of which a dry run has none, whatever its executor."""
+    return replace(trial, config={**trial.config, "executor": {**trial.config["executor"], "kind": "serial"}})

@@ -13,22 +13,21 @@ import ray
 
 from fedloom.actors.address import resolve_address
 from fedloom.actors.cluster import connected, usable_cpus
-from fedloom.experiments.ablation.at_work import (
+from fedloom.experiments.ablation.checks import Checked, Cluster, checked_trials
+from fedloom.experiments.ablation.running import (
     AblationView,
-    Place,
+    ResultsPlace,
     RunningAblation,
     TrialEvents,
     check_idle,
     kind_of,
-    wait_for_old,
+    wait_for_earlier_processes,
 )
-from fedloom.experiments.ablation.checks import Checked, checked_trials
-from fedloom.experiments.ablation.needs import Cluster
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Ablation, write_ablation
 from fedloom.experiments.store.trials import FAILED, FINAL, TrialState, trial_states
 from fedloom.experiments.terminal import while_read
-from fedloom.platform.federation.config import GENERATED, RayConfig
+from fedloom.platform.federation.config import GENERATED
 from fedloom.platform.results.copies import check_results, fetch
 from fedloom.platform.runs.run import Resume, RunIdentity
 from fedloom.platform.runs.supernets import stored_supernet
@@ -66,12 +65,12 @@ def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) 
 
     Raises ValueError, before any file is written, for a trial that cannot run or does not fit the cluster.
     """
-    place = Place(str(results), check_results(str(results)))
+    place = ResultsPlace(str(results), check_results(str(results)))
     indices = [trial.index for trial in ablation.trials]
     with _checked(ablation, place, indices) as checked:
         write_ablation(place.root, ablation)
-        with RunningAblation(ablation, place, indices) as at_work:
-            _tune(ablation, place, checked, TrialEvents(view, at_work))
+        with RunningAblation(ablation, place, indices) as running:
+            _tune(ablation, place, checked, TrialEvents(view, running))
     return _end(ablation, place.root)
 
 
@@ -88,9 +87,9 @@ def resume_ablation(
     Trials that are done, were stopped early, were refused or failed stay as they are. `changed_plugins` and
     `take_over` are those of `resume_run`.
     """
-    place = _found(ablation, results)
-    kept = (*FINAL, "failed", "refused")
-    indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in kept]
+    place = _fetched(ablation, results)
+    ended = (*FINAL, "failed", "refused")
+    indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in ended]
     return _again(ablation, place, view, indices, Resume("", changed_plugins, take_over))
 
 
@@ -106,47 +105,53 @@ def retry_failed(
 
     Raises ValueError if no trial has failed.
     """
-    place = _found(ablation, results)
+    place = _fetched(ablation, results)
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state in FAILED]
     if not indices:
         raise ValueError(f"no trial of {ablation.ablation_id} has failed: --resume runs those that were not yet run")
     return _again(ablation, place, view, indices, Resume("", changed_plugins, take_over))
 
 
-def _found(ablation: Ablation, results: str | Path) -> Place:
-    place = Place(str(results), fetch(results, [ablation.ablation_id], tensors=False, ablations=True))
+def _fetched(ablation: Ablation, results: str | Path) -> ResultsPlace:
+    place = ResultsPlace(str(results), fetch(results, [ablation.ablation_id], tensors=False, ablations=True))
     check_idle(ablation, place.root)
     return place
 
 
-def _again(ablation: Ablation, place: Place, view: AblationView, indices: Sequence[int], how: Resume) -> AblationEnd:
+def _again(
+    ablation: Ablation, place: ResultsPlace, view: AblationView, indices: Sequence[int], how: Resume
+) -> AblationEnd:
     if not indices:  # no trial is left; writes the status in case the driver was killed before it did
         with RunningAblation(ablation, place, indices, take_over=how.take_over):
             return _end(ablation, place.root)
     with _checked(ablation, place, indices) as checked:
         check_idle(ablation, place.root)  # again, as another driver may have started while Ray did
-        with RunningAblation(ablation, place, indices, take_over=how.take_over) as at_work:
-            wait_for_old(place.root, [ablation.trials[i] for i in indices])
-            _tune(ablation, place, checked, TrialEvents(view, at_work), how)
+        with RunningAblation(ablation, place, indices, take_over=how.take_over) as running:
+            wait_for_earlier_processes(place.root, [ablation.trials[i] for i in indices])
+            _tune(ablation, place, checked, TrialEvents(view, running), how)
     return _end(ablation, place.root)
 
 
 @contextmanager
-def _checked(ablation: Ablation, place: Place, indices: Sequence[int]) -> Iterator[list[Checked]]:
+def _checked(ablation: Ablation, place: ResultsPlace, indices: Sequence[int]) -> Iterator[list[Checked]]:
     """Checks the trials of these indices and connects to the cluster for the duration of the block."""
     chosen = [ablation.trials[i] for i in indices]
     ray_config = config_from_dict(ablation.trials[0].config).ray
-    own = is_own(ablation)
+    starts_ray = is_own(ablation)
     limits: Any = {"scheduler": ablation.scheduler, "concurrent": ablation.concurrent, "beside": ablation.trials}
     if resolve_address(ray_config.address).startswith("ray://"):
         raise ValueError(
             f"ray.address={ray_config.address}: an ablation's driver runs on the cluster itself; use fedloom submit"
         )
-    if own:  # the resources are known before Ray is started, which takes seconds
-        checked = checked_trials(chosen, place.root, _own_cluster(ray_config), **limits)
+    if starts_ray:  # the resources are known before Ray is started, which takes seconds
+        cpus = ray_config.num_cpus if ray_config.num_cpus is not None else usable_cpus()
+        cluster = Cluster(({"CPU": float(cpus), "GPU": float(ray_config.num_gpus)},))
+        checked = checked_trials(chosen, place.root, cluster, **limits)
     with connected(ray_config):
-        if not own:
-            checked = checked_trials(chosen, place.root, _present_cluster(), **limits)
+        if not starts_ray:
+            nodes = ray.nodes()  # type: ignore[no-untyped-call]
+            cluster = Cluster(tuple(node["Resources"] for node in nodes if node["Alive"]))
+            checked = checked_trials(chosen, place.root, cluster, **limits)
         yield checked
 
 
@@ -155,18 +160,8 @@ def is_own(ablation: Ablation) -> bool:
     return resolve_address(str(ablation.trials[0].config["ray"]["address"])) == "local"
 
 
-def _present_cluster() -> Cluster:
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return Cluster(tuple(node["Resources"] for node in nodes if node["Alive"]))
-
-
-def _own_cluster(config: RayConfig) -> Cluster:
-    cpus = config.num_cpus if config.num_cpus is not None else usable_cpus()
-    return Cluster(({"CPU": float(cpus), "GPU": float(config.num_gpus)},))
-
-
 def _tune(
-    ablation: Ablation, place: Place, checked: Sequence[Checked], events: TrialEvents, how: Resume | None = None
+    ablation: Ablation, place: ResultsPlace, checked: Sequence[Checked], events: TrialEvents, how: Resume | None = None
 ) -> None:
     """Runs the checked trials until they end or until Ctrl-C."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
@@ -178,7 +173,7 @@ def _tune(
     stage = checked[0].compared_stage
     work = [Work(_job(ablation, place, c, how), c.bundles, c.supernet) for c in checked]
     if stage is not None:  # a new scheduler first receives the rounds of trials that have ended
-        ended = [s.trial for s in states if s.trial.index not in events.at_work.indices and s.status is not None]
+        ended = [s.trial for s in states if s.trial.index not in events.ablation.indices and s.status is not None]
         work = [*(Work(_replay(ablation, place, t.index, stage), REPLAY) for t in ended), *work]
     storage = Path(tempfile.mkdtemp(prefix="fedloom-tune-"))
     try:
@@ -201,7 +196,7 @@ REPLAY = ({"CPU": 0.01},)
 """Resources of a job that only replays the rounds in the tables of a run."""
 
 
-def _job(ablation: Ablation, place: Place, checked: Checked, how: Resume | None) -> "Job":
+def _job(ablation: Ablation, place: ResultsPlace, checked: Checked, how: Resume | None) -> "Job":
     from fedloom.experiments.ablation.trial import Job
 
     trial = checked.trial
@@ -211,7 +206,7 @@ def _job(ablation: Ablation, place: Place, checked: Checked, how: Resume | None)
     return Job(trial.index, config, identity, checked.compared_stage, resume=resume)
 
 
-def _replay(ablation: Ablation, place: Place, index: int, stage: str) -> "Job":
+def _replay(ablation: Ablation, place: ResultsPlace, index: int, stage: str) -> "Job":
     from fedloom.experiments.ablation.trial import Job
 
     trial = ablation.trials[index]

@@ -56,8 +56,13 @@ def plan_of(
     `given` is what errors call it, such as ablation=alpha; it gets a new id unless one is fixed. Raises ValueError like
     `plan_ablation`.
     """
-    _check_names_experiment(config, [*config.overrides, *common])
-    if (trials_planned := _num_points(config) * len(config.seeds)) > MOST_TRIALS:
+    chosen = [override.lstrip("+").partition("=")[0] for override in [*config.overrides, *common]]
+    varied = [key for axis in config.axes.values() for key in (axis.key, *itertools.chain(*axis.settings.values()))]
+    if not any(key in GROUPS for key in (*chosen, *varied)):
+        raise ValueError("give the experiment that the ablation varies, such as experiment=fedoras_digits")
+    is_random = config.search.kind == "random"
+    points_planned = config.search.samples if is_random else math.prod(len(_choices(a)) for a in config.axes.values())
+    if (trials_planned := points_planned * len(config.seeds)) > MOST_TRIALS:
         raise ValueError(f"{given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
     overrides = ["reuse_supernet=true", *config.overrides, *common]
     base = _base(given, overrides, common)
@@ -84,13 +89,6 @@ def plan_of(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         trials=trials,
     )
-
-
-def _check_names_experiment(config: AblationConfig, overrides: Sequence[str]) -> None:
-    chosen = [override.lstrip("+").partition("=")[0] for override in overrides]
-    varied = [key for axis in config.axes.values() for key in (axis.key, *itertools.chain(*axis.settings.values()))]
-    if not any(key in GROUPS for key in (*chosen, *varied)):
-        raise ValueError("give the experiment that the ablation varies, such as experiment=fedoras_digits")
 
 
 def _base(given: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
@@ -156,12 +154,6 @@ def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[st
         if key in ("seed", "name"):
             raise ValueError(f"{argument}: {NOT_AXES[key]}")
     return names[0], own, rest
-
-
-def _num_points(config: AblationConfig) -> int:
-    if config.search.kind == "random":
-        return config.search.samples
-    return math.prod(len(_choices(axis)) for axis in config.axes.values())
 
 
 def _points(config: AblationConfig) -> Iterator[Point]:
@@ -261,26 +253,23 @@ def _axes(config: AblationConfig, points: Sequence[Point]) -> dict[str, tuple[An
     """The values of each axis; for a random search the drawn values, sorted if they are numbers."""
     if config.search.kind == "grid":
         return {name: tuple(value for value, _ in _choices(axis)) for name, axis in config.axes.items()}
-    drawn = {name: [point.setting[name] for point in points] for name in config.axes}
-    return {name: tuple(_in_order(values)) for name, values in drawn.items()}
-
-
-def _in_order(values: Sequence[Any]) -> list[Any]:
-    different = list({json.dumps(value): value for value in values}.values())
-    numbers = all(isinstance(v, int | float) for v in different)
-    return sorted(different) if numbers else different
+    axes: dict[str, tuple[Any, ...]] = {}
+    for name in config.axes:
+        different = {json.dumps(value): value for value in (point.setting[name] for point in points)}.values()
+        axes[name] = tuple(sorted(different) if all(isinstance(v, int | float) for v in different) else different)
+    return axes
 
 
 def _reference(config: AblationConfig, base: RunConfig) -> dict[str, Any]:
     """The experiment's own value of each axis, if it is among the values of the axis."""
     known = OmegaConf.create(asdict(base))
-    found: dict[str, Any] = {}
+    reference: dict[str, Any] = {}
     for name, axis in config.axes.items():
         for value, changes in _choices(axis):
             if all(_same(OmegaConf.select(known, key), wanted) for key, wanted in changes.items()):
-                found[name] = value
+                reference[name] = value
                 break
-    return found
+    return reference
 
 
 def _same(present: Any, wanted: Any) -> bool:

@@ -1,11 +1,11 @@
-"""Drives Ray Tune: one Tuner over the planned trials, each in its own placement group."""
+"""Drives Ray Tune: one Tuner over the planned trials, in their order, each in its own placement group."""
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import tune
@@ -13,10 +13,10 @@ from ray.exceptions import RayError
 from ray.tune.error import TuneError
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.search import Searcher
 
-from fedloom.experiments.ablation.at_work import TrialEvents
-from fedloom.experiments.ablation.needs import Bundles
-from fedloom.experiments.ablation.searcher import Pending, PlanSearcher
+from fedloom.experiments.ablation.checks import Bundles
+from fedloom.experiments.ablation.running import TrialEvents
 from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, TRIAL, Job, TrialActor
 from fedloom.experiments.store.trials import STOPPED, End
 from fedloom.platform.runs.sources import named_modules
@@ -58,7 +58,9 @@ def tune_trials(
     """
     for logger in ("ray.tune", "ray.train"):  # fedloom reports the failures of trials itself
         logging.getLogger(logger).setLevel(logging.CRITICAL)
-    pinned = _own_node() if pin else {}
+    pinned: dict[str, float] = {}
+    if pin:
+        pinned = {f"node:{ray.util.get_node_ip_address()}": NODE_SHARE}  # type: ignore[no-untyped-call]
     groups = {w.job.index: _group(w.job, pinned, w.bundles) for w in work}
     trainable = tune.with_resources(
         tune.with_parameters(TrialActor, jobs={w.job.index: w.job for w in work}), lambda config: groups[config[TRIAL]]
@@ -95,11 +97,6 @@ def _group(job: Job, pinned: Mapping[str, float], bundles: Bundles) -> tune.Plac
     if job.config["executor"]["kind"] == "serial" or job.replay:
         return tune.PlacementGroupFactory([{**pinned, **bundles[0]}], strategy="PACK")
     return tune.PlacementGroupFactory([dict(pinned), *bundles], strategy="PACK")
-
-
-def _own_node() -> dict[str, float]:
-    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return {f"node:{address}": NODE_SHARE}
 
 
 def _scheduler(config: Mapping[str, Any]) -> TrialScheduler:
@@ -165,3 +162,62 @@ def _cause(trial: TuneTrial) -> str:
     text = Path(path).read_text() if path and Path(path).exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:400] if lines else "its process ended"
+
+
+# -- which trial is next -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A trial to run, and the key of the supernet that it trains or starts from (None: it shares none).
+
+    A trial with `replay` only reports its finished rounds to a scheduler; all others wait for it.
+    """
+
+    index: int
+    supernet: str | None = None
+    replay: bool = False
+
+
+class PlanSearcher(Searcher):
+    """Suggests the planned trials, one after the other.
+
+    Args:
+        pending: the trials, in the order in which they should start.
+        is_stored: whether a trained supernet with the given key is stored.
+    """
+
+    def __init__(self, pending: Sequence[Pending], is_stored: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._pending = list(pending)
+        self._is_stored = is_stored
+        self._running: dict[str, Pending] = {}
+        """By Tune's trial id."""
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | None:
+        """The next trial that need not wait; None while all remaining trials must wait."""
+        if not self._pending:
+            return cast(dict[str, Any], Searcher.FINISHED)  # a string, which Tune's annotation omits
+        for position, trial in enumerate(self._pending):
+            if self._can_begin(trial):
+                self._running[trial_id] = self._pending.pop(position)
+                return {TRIAL: trial.index}
+        return None
+
+    def _can_begin(self, trial: Pending) -> bool:
+        others = [*self._pending, *self._running.values()]
+        if not trial.replay and any(other.replay for other in others):
+            return False
+        key = trial.supernet
+        trained = any(other.supernet == key for other in self._running.values())
+        return key is None or not trained or self._is_stored(key)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        # If the trial ended without a stored supernet, the next trial with its key trains one.
+        self._running.pop(trial_id, None)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Saves nothing: the plan and the files of the runs show which trials are left."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restores nothing, as `save` saves nothing."""

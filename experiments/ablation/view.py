@@ -17,8 +17,8 @@ MOST_LINES = 40
 """Maximum number of trials in the live table; running trials come first."""
 
 TELL_S = 60.0
-AT_WORK = "running"
-_ORDER = {AT_WORK: 0, WAITING: 2}
+RUNNING = "running"
+_ORDER = {RUNNING: 0, WAITING: 2}
 
 
 class Line:
@@ -35,9 +35,16 @@ class Line:
 
     def cells(self) -> list[str]:
         """Index, setting, state, stage and round, figures, and time."""
-        seconds = self.took_s if self.took_s is not None else self._so_far_s()
+        seconds = self.took_s
+        if seconds is None and self.began_s is not None:
+            seconds = time.monotonic() - self.began_s
         took = as_time(seconds) if seconds else ""
-        return [str(self.trial.index), self.trial.label(), self.state, self._place(), self._reached(), took]
+        shown, at, reached = self.figures, "", ""
+        if shown:
+            at = f"{shown['stage']} {shown['round'] + 1}/{shown['rounds_total']}"
+            if shown["stage"] != "evaluation":  # whose values are of the model evaluated last
+                reached = " ".join(f"{name} {shown[name]:.4f}" for name in ("loss", "metric") if name in shown)
+        return [str(self.trial.index), self.trial.label(), self.state, at, reached, took]
 
     def text(self) -> str:
         """All cells and the message in one line."""
@@ -45,23 +52,9 @@ class Line:
         message = f"  {self.message}" if self.message and self.state != "done" else ""
         return "  ".join(p for p in [f"trial {parts[0]:>4}", *parts[1:], took] if p) + message
 
-    def _so_far_s(self) -> float | None:
-        return None if self.began_s is None else time.monotonic() - self.began_s
-
-    def _place(self) -> str:
-        if not self.figures:
-            return ""
-        return f"{self.figures['stage']} {self.figures['round'] + 1}/{self.figures['rounds_total']}"
-
-    def _reached(self) -> str:
-        if self.figures.get("stage") == "evaluation":
-            return ""  # the values belong to the model that was evaluated last, whichever it is
-        known = [f"{name} {self.figures[name]:.4f}" for name in ("loss", "metric") if name in self.figures]
-        return " ".join(known)
-
 
 class TerminalView:
-    """Shows an ablation in the terminal; implements `at_work.AblationView`."""
+    """Shows an ablation in the terminal; implements `running.AblationView`."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.console: Console = console(quiet)
@@ -81,7 +74,7 @@ class TerminalView:
 
     def started(self, index: int) -> None:
         line = self._lines[index]
-        line.state, line.began_s = AT_WORK, time.monotonic()
+        line.state, line.began_s = RUNNING, time.monotonic()
         self._print(line)
 
     def round(self, index: int, figures: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from fedloom.experiments.terminal import OK, complain, console, of_run_end, tell
 from fedloom.platform.results.copies import check_results
 
 if TYPE_CHECKING:
-    from fedloom.experiments.ablation.at_work import AblationView, Place
+    from fedloom.experiments.ablation.running import AblationView, ResultsPlace
 
 DONE, INTERRUPTED = "done", "interrupted"
 """Ends of an ablation."""
@@ -144,11 +144,11 @@ def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "Ablati
     run, before anything is written, and if another process runs it.
     """
     # These import torch and Ray, which no table needs.
-    from fedloom.experiments.ablation.at_work import Place, check_idle, kind_of
     from fedloom.experiments.ablation.in_process import is_serial, run_in_process
     from fedloom.experiments.ablation.plan import planned_ablation
+    from fedloom.experiments.ablation.running import ResultsPlace, check_idle, kind_of
 
-    place = Place(str(results), check_results(str(results)))
+    place = ResultsPlace(str(results), check_results(str(results)))
     is_new = not (place.root / FOLDER / part.ablation_id / PLAN).exists()
     if is_new:
         ablation = planned(item, part, wanted, results)
@@ -161,7 +161,7 @@ def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "Ablati
     return kind_of(trial_states(place.root, ablation))
 
 
-def _run_on_ray(ablation: Ablation, place: "Place", view: "AblationView", *, is_new: bool) -> None:
+def _run_on_ray(ablation: Ablation, place: "ResultsPlace", view: "AblationView", *, is_new: bool) -> None:
     from fedloom.experiments.ablation.launch import resume_ablation, retry_failed, start_ablation
 
     if is_new:

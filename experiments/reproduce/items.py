@@ -67,9 +67,8 @@ def read_yaml(text: str) -> Any:
 def _one_of(words: Collection[str]) -> AfterValidator:
     def checked(word: str) -> str:
         if word not in words:
-            raise PydanticCustomError(
-                "choice", "{said}", {"said": f"{nearest(word, [*words])}; there are {', '.join(words)}"}
-            )
+            advice = f"{nearest(word, [*words])}; there are {', '.join(words)}"
+            raise PydanticCustomError("choice", "{advice}", {"advice": advice})
         return word
 
     return AfterValidator(checked)

@@ -190,7 +190,7 @@ def computed(scale: Scale) -> str:
 
     Keys without a value do not count, so that a new one does not make a record old.
     """
-    configs = [_given(_computed_by(scale, setting)) for setting in scale.settings]
+    configs = [_without_defaults(_computed_by(scale, setting)) for setting in scale.settings]
     content = json.dumps([configs, scale.seeds], sort_keys=True)
     return sha256(content.encode()).hexdigest()[:16]
 
@@ -223,10 +223,10 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
             yield f"{prefix}{name}"
 
 
-def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values that there are; privacy that asks for nothing is none, nor is a newer switch at its default."""
     return {
-        name: _given(value) if isinstance(value, Mapping) else value
+        name: _without_defaults(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
         if value is not None
         and not (name == "privacy" and value["clip"] is None and not value["secure"])

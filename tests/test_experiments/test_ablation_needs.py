@@ -11,8 +11,7 @@ from hypothesis import assume, given, strategies as st
 
 from fedloom.actors.placement import bundles_of, groups_of_run, total
 from fedloom.experiments.ablation import checks
-from fedloom.experiments.ablation.checks import checked_trials
-from fedloom.experiments.ablation.needs import Bundles, Cluster, bundles_of_trial, check_fits
+from fedloom.experiments.ablation.checks import Bundles, Cluster, bundles_of_trial, check_fits, checked_trials
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation import world as world_module

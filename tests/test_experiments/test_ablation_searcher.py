@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ray.tune.search import Searcher
 
-from fedloom.experiments.ablation.searcher import Pending, PlanSearcher
+from fedloom.experiments.ablation.tuning import Pending, PlanSearcher
 
 
 class Asked:

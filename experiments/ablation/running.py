@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SEND_S = 15.0
 """Seconds between two uploads of the ablation's heartbeat to the URL of the results."""
 
-OLD_PROCESSES_S = 30.0
+EARLIER_PROCESSES_S = 30.0
 """Seconds within which the trials' processes of a killed driver must end."""
 
 INTERRUPTED = "interrupted; the round in progress is lost"
@@ -68,7 +68,7 @@ class AblationView(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class ResultsPlace:
     """Location of the results: the folder or URL as given, and the folder on this machine."""
 
     results: str
@@ -95,13 +95,13 @@ def check_idle(ablation: Ablation, root: Path) -> None:
     check_unowned(ablation.folder(root), f"ablation {ablation.ablation_id}")
 
 
-def wait_for_old(root: Path, trials: Sequence[Trial]) -> None:
+def wait_for_earlier_processes(root: Path, trials: Sequence[Trial]) -> None:
     """Waits for the trials' processes of an earlier driver, which end shortly after it.
 
-    Raises OwnedError, a ValueError that says who owns it, if one of this machine still runs after `OLD_PROCESSES_S`;
-    those of other machines are watched by the trials themselves.
+    Raises OwnedError, a ValueError that says who owns it, if one of this machine still runs after
+    `EARLIER_PROCESSES_S`; those of other machines are watched by the trials themselves.
     """
-    end_s = time.monotonic() + OLD_PROCESSES_S
+    end_s = time.monotonic() + EARLIER_PROCESSES_S
     for trial in trials:
         paths = RunPaths(root, trial.experiment, trial.run_id)
         while True:
@@ -122,7 +122,9 @@ class RunningAblation:
         take_over: whether a lease at the URL of the results is replaced, whoever has it.
     """
 
-    def __init__(self, ablation: Ablation, place: Place, indices: Sequence[int], *, take_over: bool = False) -> None:
+    def __init__(
+        self, ablation: Ablation, place: ResultsPlace, indices: Sequence[int], *, take_over: bool = False
+    ) -> None:
         self._take_over = take_over
         self.ablation, self.place, self.root = ablation, place, place.root
         self.indices = frozenset(indices)
@@ -132,33 +134,28 @@ class RunningAblation:
         self._sender = threading.Thread(target=self._send_beats, name="ablation-mirror", daemon=True)
 
     def __enter__(self) -> "RunningAblation":
-        with ExitStack() as held:
+        with ExitStack() as contexts:
             what = f"ablation {self.ablation.ablation_id}"
             folder, results = self.ablation.folder(self.root), self.place.results
-            self._ownership = held.enter_context(owned(folder, what, results, self.root, take_over=self._take_over))
+            self._ownership = contexts.enter_context(owned(folder, what, results, self.root, take_over=self._take_over))
             self._status = StatusFile(self.ablation.folder(self.root) / STATUS)
-            self._begin()
-            self._held = held.pop_all()
+            self._ends = {i: e for i, e in read_ends(self.root, self.ablation).items() if i not in self.indices}
+            states = trial_states(self.root, self.ablation)
+            self._done = sum(s.state in FINAL for s in states)
+            total = len(states)
+            self._status.write("running", stage=self.ablation.name, round=self._done, rounds_total=total, message="")
+            write_ends(self.root, self.ablation, self._ends)
+            self._heartbeat = Heartbeat(self._status)
+            self._sender.start()
+            self._contexts = contexts.pop_all()
         return self
 
-    def _begin(self) -> None:
-        self._ends = {i: e for i, e in read_ends(self.root, self.ablation).items() if i not in self.indices}
-        states = trial_states(self.root, self.ablation)
-        self._done = sum(s.state in FINAL for s in states)
-        self._status.write("running", stage=self.ablation.name, round=self._done, rounds_total=len(states), message="")
-        write_ends(self.root, self.ablation, self._ends)
-        self._heartbeat = Heartbeat(self._status)
-        self._sender.start()
-
     def __exit__(self, *_: object) -> None:
-        with self._held:
-            self._end()
-
-    def _end(self) -> None:
-        self._heartbeat.stop()
-        self._over.set()
-        self._sender.join()
-        self._write_end()
+        with self._contexts:
+            self._heartbeat.stop()
+            self._over.set()
+            self._sender.join()
+            self._write_end()
 
     def _write_end(self) -> None:
         # The trials' processes have ended, so that no other process writes these files.
@@ -204,25 +201,25 @@ class TrialEvents:
     No method raises: Tune would treat the error as a failure of the trial and start the trial a second time.
     """
 
-    def __init__(self, view: AblationView, at_work: RunningAblation) -> None:
-        self.view, self.at_work = view, at_work
+    def __init__(self, view: AblationView, ablation: RunningAblation) -> None:
+        self.view, self.ablation = view, ablation
 
     def started(self, index: int) -> None:
         """A trial started."""
-        if index in self.at_work.indices:
+        if index in self.ablation.indices:
             while_read(self.view.started, index)
 
     def round(self, index: int, figures: Mapping[str, Any]) -> None:
         """A trial finished a round."""
-        if index in self.at_work.indices:
+        if index in self.ablation.indices:
             while_read(self.view.round, index, figures)
 
     def ended(self, index: int, end: End) -> None:
         """A trial ended."""
-        if index not in self.at_work.indices:
+        if index not in self.ablation.indices:
             return
         try:
-            self.at_work.ended(index, end)
+            self.ablation.ended(index, end)
         except (OSError, ValueError) as error:
             logger.warning("the end of trial %d (%s) could not be written down: %s", index, end.kind, error)
         while_read(self.view.ended, index, end)
