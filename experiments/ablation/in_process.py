@@ -49,11 +49,6 @@ def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, 
                 run.stop()
 
 
-def _serial(trial: Trial) -> Trial:
-    """The trial without actors, of which a dry run has none, whatever its executor."""
-    return replace(trial, config={**trial.config, "executor": {**trial.config["executor"], "kind": "serial"}})
-
-
 def _end_of(run: RunThread, index: int, events: TrialEvents) -> End:
     """How the run ends; its rounds are shown while it runs."""
     before: object = None
