@@ -239,12 +239,24 @@ class Layout:
 
 LAYOUTS = {
     "cifar10": Layout(
-        *("cifar-10-batches-py", "cifar-10-python.tar.gz", tuple(f"data_batch_{i}" for i in range(1, 6))),
-        *(("test_batch",), "batches.meta", "label_names", "labels"),
+        "cifar-10-batches-py",
+        "cifar-10-python.tar.gz",
+        train=tuple(f"data_batch_{i}" for i in range(1, 6)),
+        test=("test_batch",),
+        meta="batches.meta",
+        names_key="label_names",
+        labels_key="labels",
     ),
     "cifar100": Layout(
-        *("cifar-100-python", "cifar-100-python.tar.gz", ("train",), ("test",), "meta"),
-        *("fine_label_names", "fine_labels", "coarse_label_names", "coarse_labels"),
+        "cifar-100-python",
+        "cifar-100-python.tar.gz",
+        train=("train",),
+        test=("test",),
+        meta="meta",
+        names_key="fine_label_names",
+        labels_key="fine_labels",
+        coarse_names_key="coarse_label_names",
+        coarse_labels_key="coarse_labels",
     ),
 }
 

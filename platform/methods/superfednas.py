@@ -25,7 +25,6 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
-    KeptModel,
     Plan,
     Round,
     RoundResult,
