@@ -292,3 +292,14 @@ class ScoreSubnet:
 def own_test_data(worker: Worker, assignment: Assignment) -> Samples:
     """The client's own test samples."""
     return worker.client_data(client_of(assignment), "test")
+
+
+def validation_scores(
+    worker: Worker, assignment: Assignment, network: Network, model: str = GLOBAL
+) -> tuple[Measurement, ...]:
+    """Loss and metrics of the loaded network on the client's validation data; empty if it has none."""
+    data = worker.client_data(client_of(assignment), "validation")
+    if len(data[1]) == 0:
+        return ()
+    score = score_loaded(worker, assignment, network, data)
+    return measurements_of(model, network.name, "validation", score)

@@ -18,14 +18,13 @@ from fedloom.platform.clients.assignments import (
     Assignment,
     ClientResult,
     ClientState,
-    Measurement,
     TaskError,
     client_of,
     places_of,
 )
 from fedloom.platform.clients.local_rules import STATE, LocalClient, gradients_at, local_client, local_rule
 from fedloom.platform.clients.networks import in_task, rows_of_classes
-from fedloom.platform.clients.scoring import GLOBAL, measurements_of, score_loaded
+from fedloom.platform.clients.scoring import validation_scores
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, Trained, batch_sizes, train_locally
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import FLOAT_BYTES, Slice, Weights, bytes_of, extract, first_not_finite
@@ -295,14 +294,3 @@ def trained_outcome(trained: TrainedNetwork, num_samples: int, update: Update) -
         subspace=trained.network.subspace,
         state=trained.state or None,
     )
-
-
-def validation_scores(
-    worker: Worker, assignment: Assignment, network: Network, model: str = GLOBAL
-) -> tuple[Measurement, ...]:
-    """Loss and metrics of the loaded network on the client's validation data; empty if it has none."""
-    data = worker.client_data(client_of(assignment), "validation")
-    if len(data[1]) == 0:
-        return ()
-    score = score_loaded(worker, assignment, network, data)
-    return measurements_of(model, network.name, "validation", score)

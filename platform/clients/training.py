@@ -286,23 +286,6 @@ class SGD:
                 parameter.grad = None
 
 
-# -- what single methods add ------------------------------------------------------------------------------------------
-
-
-def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) -> Iterator[Samples]:
-    """Yields batches without end, reshuffled after every pass over the samples and augmented as in training."""
-    (x, y), augment = data, augmentation(local.augment)
-    while True:
-        for index in batch_indices(len(y), local.batch_size, 1, generator, x.device, y if local.balanced else None):
-            x_B, y_B = x.index_select(0, index), y.index_select(0, index)
-            yield (x_B if augment is None else augment(x_B, generator)), y_B
-
-
-def resumed(momentum: Mapping[str, Tensor], correct: Correction | None = None) -> Callable[[SGD], SGD]:
-    """Makes SGD go on with the momentum of an earlier training, and with another correction (`SGD.resume`)."""
-    return lambda sgd: sgd.resume(momentum, correct)
-
-
 def gradient_of(parameter: Tensor) -> Tensor:
     """The gradient of a parameter that has one."""
     assert parameter.grad is not None, "only parameters that were reached take a step"

@@ -9,9 +9,9 @@ from typing import Annotated
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.scoring import PERSONAL
-from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
-from fedloom.platform.clients.training import LocalSGD, resumed
+from fedloom.platform.clients.scoring import PERSONAL, validation_scores
+from fedloom.platform.clients.trainer import client_samples, received, train_network
+from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Round
 from fedloom.platform.federation.method import Method, Stage
@@ -24,6 +24,7 @@ from fedloom.platform.methods.silos import (
     SubnetConfig,
     begun,
     pair_outcome,
+    resumed,
     subnet_stages,
 )
 from fedloom.platform.settings import ZERO_OR_MORE

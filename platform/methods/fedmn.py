@@ -26,13 +26,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, places_of
 from fedloom.platform.clients.networks import MixedNetwork
+from fedloom.platform.clients.scoring import validation_scores
 from fedloom.platform.clients.trainer import (
     Train,
     client_samples,
     train_network,
     trained_outcome,
     update_of,
-    validation_scores,
     validation_use,
     with_more,
 )

@@ -10,14 +10,8 @@ from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import MixedNetwork
-from fedloom.platform.clients.trainer import (
-    client_samples,
-    train_network,
-    trained_outcome,
-    update_of,
-    validation_scores,
-    with_more,
-)
+from fedloom.platform.clients.scoring import validation_scores
+from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of, with_more
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import (

@@ -15,15 +15,9 @@ from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.networks import Network
-from fedloom.platform.clients.scoring import PERSONAL
-from fedloom.platform.clients.trainer import (
-    client_samples,
-    train_network,
-    trained_outcome,
-    update_of,
-    validation_scores,
-)
-from fedloom.platform.clients.training import LocalSGD, resumed
+from fedloom.platform.clients.scoring import PERSONAL, validation_scores
+from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
+from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Round, fresh_supernet, to_all
 from fedloom.platform.federation.method import Method, Stage
@@ -43,6 +37,7 @@ from fedloom.platform.methods.silos import (
     begun,
     checked_silos,
     only,
+    resumed,
     tested_outcome,
 )
 from fedloom.platform.settings import UP_TO_A_THOUSAND

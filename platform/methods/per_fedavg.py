@@ -13,14 +13,9 @@ from torch import Tensor
 from fedloom.platform.clients.assignments import Assignment, ClientResult, places_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.trainer import (
-    client_samples,
-    train_network,
-    trained_outcome,
-    update_of,
-    validation_scores,
-)
-from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, endless_batches, gradient_of
+from fedloom.platform.clients.scoring import validation_scores
+from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
+from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, gradient_of
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Round
 from fedloom.platform.federation.method import Method, Stage
@@ -30,6 +25,7 @@ from fedloom.platform.methods.silos import (
     AdaptAndScore,
     SiloTrainingConfig,
     SubnetConfig,
+    endless_batches,
     subnet_stages,
     without_schedule,
 )

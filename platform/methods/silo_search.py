@@ -20,13 +20,20 @@ from fedloom.platform.clients.evaluation import Score, evaluate
 from fedloom.platform.clients.networks import MixedNetwork, Network
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train, validation_use
-from fedloom.platform.clients.training import SGD, Samples, Step, endless_batches, epoch_sizes
+from fedloom.platform.clients.training import SGD, Samples, Step, epoch_sizes
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, TasksOfRound, to_all
 from fedloom.platform.federation.training_config import Rules, cohort_size
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.silos import KEPT, Personal, SiloTrainingConfig, check_validation, own_network
+from fedloom.platform.methods.silos import (
+    KEPT,
+    Personal,
+    SiloTrainingConfig,
+    check_validation,
+    endless_batches,
+    own_network,
+)
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.capabilities import HasCells, HasSubspaces, SumsOptions, with_cells

@@ -5,7 +5,7 @@ every round.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -34,8 +34,9 @@ from fedloom.platform.clients.trainer import (
     update_of,
     validation_use,
 )
-from fedloom.platform.clients.training import LocalSGD, Samples
+from fedloom.platform.clients.training import SGD, Correction, LocalSGD, Samples, batch_indices
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.augment import augmentation
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
@@ -230,6 +231,20 @@ def absent_of(alphas: Tensor, kept: Subspace) -> Tensor:
 def softmax(alphas: Tensor, absent: Tensor) -> Tensor:
     """The softmax weights (decisions, options) of the remaining operators; 0 for all others."""
     return alphas.masked_fill(absent, -torch.inf).softmax(dim=1)
+
+
+def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) -> Iterator[Samples]:
+    """Yields batches without end, reshuffled after every pass over the samples and augmented as in training."""
+    (x, y), augment = data, augmentation(local.augment)
+    while True:
+        for index in batch_indices(len(y), local.batch_size, 1, generator, x.device, y if local.balanced else None):
+            x_B, y_B = x.index_select(0, index), y.index_select(0, index)
+            yield (x_B if augment is None else augment(x_B, generator)), y_B
+
+
+def resumed(momentum: Mapping[str, Tensor], correct: Correction | None = None) -> Callable[[SGD], SGD]:
+    """Makes SGD go on with the momentum of an earlier training, and with another correction (`SGD.resume`)."""
+    return lambda sgd: sgd.resume(momentum, correct)
 
 
 # -- what a silo sends ------------------------------------------------------------------------------------------------

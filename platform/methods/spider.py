@@ -30,9 +30,10 @@ from fedloom.platform.clients.scoring import (
     own_test_data,
     score_loaded,
     score_network,
+    validation_scores,
 )
-from fedloom.platform.clients.trainer import client_samples, received, train_network, validation_scores
-from fedloom.platform.clients.training import SGD, LocalSGD, Step, epoch_sizes, resumed
+from fedloom.platform.clients.trainer import client_samples, received, train_network
+from fedloom.platform.clients.training import SGD, LocalSGD, Step, epoch_sizes
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, Round, RunState, fresh_supernet, to_all
 from fedloom.platform.federation.method import Method, Stage
@@ -56,6 +57,7 @@ from fedloom.platform.methods.silos import (
     checked_silos,
     own_network,
     pair_outcome,
+    resumed,
     scored_outcome,
     trained_and_scored,
     under,

@@ -9,13 +9,13 @@ from torch import Tensor
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
-from fedloom.platform.clients.training import LocalSGD, resumed
+from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.silo_search import Perturbation, with_row
-from fedloom.platform.methods.silos import Personal, unpacked
+from fedloom.platform.methods.silos import Personal, resumed, unpacked
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace

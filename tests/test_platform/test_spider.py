@@ -13,13 +13,13 @@ from fedloom.platform.clients.assignments import Assignment, own_copy
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
-from fedloom.platform.clients.training import SGD, LocalSGD, resumed
+from fedloom.platform.clients.training import SGD, LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.silo_search import ArchitectureSearchConfig, Perturbation, is_decided, with_row
-from fedloom.platform.methods.silos import Personal, unpacked
+from fedloom.platform.methods.silos import Personal, resumed, unpacked
 from fedloom.platform.methods.spider import (
     SHARED_MOMENTUM,
     GainConfig,
