@@ -16,16 +16,7 @@ from fedloom.platform.federation.algorithm import to_all
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.silos import (
-    Personal,
-    ScoreOwn,
-    SiloTraining,
-    SiloTrainingConfig,
-    begun,
-    checked_silos,
-    fresh_subnet,
-    only,
-)
+from fedloom.platform.methods import silos
 from fedloom.platform.spaces.slices import Weights
 
 
@@ -34,7 +25,7 @@ class FedPerConfig:
     """The keys `method.*`."""
 
     name: str = "fedper"
-    train: SiloTrainingConfig = field(default_factory=SiloTrainingConfig)
+    train: silos.SiloTrainingConfig = field(default_factory=silos.SiloTrainingConfig)
 
 
 def is_own(name: str) -> bool:
@@ -53,25 +44,27 @@ class TrainFedPer:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds the shared layers; the state is the silo's whole network, for the next round."""
-        silo = begun(assignment.state, weights)  # in a silo's first round the shared weights
+        silo = silos.begun(assignment.state, weights)  # in a silo's first round the shared weights
         start = {name: silo.weights[name] if is_own(name) else tensor for name, tensor in weights.items()}
         data = client_samples(worker, assignment, use_validation=self.use_validation)
         trained = train_network(worker, assignment, self.subnet.on(worker), start, data, self.local).copied()
         update = update_of(trained, len(data[1]), self.rules.weighting)
-        outcome = trained_outcome(trained, len(data[1]), only(update, {n for n in update.tensors if not is_own(n)}))
-        return replace(outcome, state={**Personal(trained.tensors, {}).packed(), **trained.state})
+        outcome = trained_outcome(
+            trained, len(data[1]), silos.only(update, {n for n in update.tensors if not is_own(n)})
+        )
+        return replace(outcome, state={**silos.Personal(trained.tensors, {}).packed(), **trained.state})
 
 
 def stages(config: FedPerConfig, world: World) -> list[Stage]:
     """Training, and the evaluation of every silo's network."""
-    train, rules = config.train, checked_silos(world, config.train)
+    train, rules = config.train, silos.checked_silos(world, config.train)
     subnet = Subnet(world.space.largest, stand_alone=True)
-    training = SiloTraining(
+    training = silos.SiloTraining(
         *(world, train, rules),
         name=config.name,
-        initial=fresh_subnet(world, subnet),
+        initial=silos.fresh_subnet(world, subnet),
         tasks=to_all(lambda round_: TrainFedPer(subnet, round_.local, rules, train.use_validation)),
-        test=lambda _state: ScoreOwn(subnet),
+        test=lambda _state: silos.ScoreOwn(subnet),
     )
     return training.and_evaluation()
 

@@ -246,7 +246,7 @@ PUBLIC = {
     "DepthFLConfig": "name distillation ramp_up train evaluation",
     "DevicesConfig": "macs_per_s down_bytes_per_s up_bytes_per_s availability dropout deadline_s",
     "DistributionConfig": "heuristic tier_aware",
-    "DittoConfig": "name architecture train",
+    "DittoConfig": "name train",
     "DittoTrainingConfig": "pull",
     "ElasticTrainingConfig": (
         "rounds clients_per_round epochs batch_size momentum clip_norm travels distribution shares shrinking evaluate"
@@ -269,10 +269,10 @@ PUBLIC = {
     "GlobalNasConfig": "name train search",
     "HeteroFLConfig": "name dynamic train",
     "InnerStepsConfig": "steps lr",
-    "KnnPerConfig": "name architecture train neighbours scale",
-    "LocalAdaptationConfig": "name architecture train adapt",
+    "KnnPerConfig": "name neighbours scale",
+    "LocalAdaptationConfig": "name adapt",
     "ObjectiveConfig": "name options",
-    "PerFedAvgConfig": "name architecture train adapt",
+    "PerFedAvgConfig": "name train adapt",
     "PerFedAvgTrainingConfig": "local_factor",
     "PrivacyConfig": "clip noise delta weight_cap least_coverage secure fraction_bits survivors accountant",
     "RandomNasConfig": "name models metric train evaluation",
@@ -298,6 +298,7 @@ PUBLIC = {
     ),
     "SpiderConfig": "name train search gains",
     "SpiderTrainingConfig": "pull keep_momentum own_start",
+    "SubnetConfig": "name architecture train",
     "SuperFedNASConfig": "name family separately train search evaluation",
     "SupernetConfig": "rounds epochs batch_size min_contributors weighting paths evaluate_paths communication",
     "TargetSearchConfig": (

@@ -36,7 +36,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("operators", ["--tier", "tier1", "--model", "best"], "its models: tier1-fine_tuned, tier1-supernet_init"),
         ("operators", ["--model", "best"], "its models: tier1-fine_tuned"),
         ("operators", ["--architecture", "0-9-0"], "given 9"),
-        ("operators", ["--architecture", "small"], "give smallest, largest, or an option for each of the 3 decisions"),
+        ("operators", ["--architecture", "small"], "give smallest, largest, or an option for each of the 3 layers"),
         ("operators", ["--target", "macs=1e9"], "trained no elastic supernet: choose a run of method"),
         ("none", ["--architecture", "d=0,5 e=.5"], "depth 5 of stage 2: allowed are 0 to 1"),
         ("none", ["--architecture", "0-99"], "stage 2"),
