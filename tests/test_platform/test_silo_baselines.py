@@ -14,7 +14,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult, Measu
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endless_batches
+from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
@@ -23,7 +23,7 @@ from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.ditto import DittoConfig, DittoTrainingConfig, TrainDitto
 from fedloom.platform.methods.per_fedavg import MetaStep, PerFedAvgConfig, PerFedAvgTrainingConfig, TrainMeta
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.silos import Personal, ScoreOwn, SiloTrainingConfig, unpacked
+from fedloom.platform.methods.silos import Personal, ScoreOwn, SiloTrainingConfig, endless_batches, unpacked
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Weights, bytes_of
 

@@ -16,7 +16,7 @@ from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, endless_batches
+from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState
 from fedloom.platform.federation.config import RunConfig
@@ -34,7 +34,15 @@ from fedloom.platform.methods.silo_search import (
     is_decided,
     searcher_of,
 )
-from fedloom.platform.methods.silos import ALPHAS, Personal, SiloTrainingConfig, absent_of, softmax, unpacked
+from fedloom.platform.methods.silos import (
+    ALPHAS,
+    Personal,
+    SiloTrainingConfig,
+    absent_of,
+    endless_batches,
+    softmax,
+    unpacked,
+)
 from fedloom.platform.methods.spider import SpiderConfig, SpiderTrainingConfig, TrainSpider
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace

@@ -11,15 +11,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import (
-    SGD,
-    LocalSGD,
-    Trained,
-    batch_indices,
-    endless_batches,
-    epoch_sizes,
-    train_locally,
-)
+from fedloom.platform.clients.training import SGD, LocalSGD, Trained, batch_indices, epoch_sizes, train_locally
 from fedloom.platform.data.augment import NO_AUGMENTATION
 from fedloom.platform.federation.training_config import (
     TrainingConfig,
@@ -28,6 +20,7 @@ from fedloom.platform.federation.training_config import (
     local_sgd,
     rules_of,
 )
+from fedloom.platform.methods.silos import endless_batches
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import check_settings
