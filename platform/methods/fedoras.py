@@ -211,17 +211,22 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
     with_subspaces(world.space, "fedoras")
     budget = CommunicationBudget(config.communication.unit, config.communication.value)
     sizes, limit = budget.resolve(world.space)
-    _check_tiers(world, config, budget)
     sizes_by_tier = [world.tasks.table(sizes, tier) for tier in range(len(world.tiers))]
+    # A tier whose clients could not train any path is refused before anything is written.
+    for tier, sizes, costs in zip(world.tiers, sizes_by_tier, world.costs_by_tier, strict=True):
+        if tier.upper < costs.smallest:
+            raise ValueError(
+                f"{tier.name} may spend {tier.upper:.6g} {costs.measure}, the smallest path costs "
+                f"{costs.smallest:.6g}: raise its upper bound"
+            )
+        subspace = sample_subspace(sizes, limit, stream(0, "check"), costs, tier.upper)
+        path_sampler(config.paths, costs, subspace, tier.upper)
     rules = rules_of(config, "method.train")
     if local_rule(rules.local).extra_passes:
         raise ValueError(
             f"method.train.local_rule={rules.local.name} needs the gradient of one network with these options, and "
             "clients train another path in every batch: use option=2 (of scaffold), or another rule"
         )
-
-    def give(round_: Round) -> RoundTasks:
-        return RoundTasks([client(round_, c) for c in round_.client_ids])
 
     def client(round_: Round, client_id: int) -> Train:
         whose = () if config.communication.one_per_round else (client_id,)
@@ -238,22 +243,13 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         of_tasks = [tuple((*path[:-1], task) for path in paths) for task in range(len(world.tasks.names))]
         return [ScoreSubnets(each, state.version(SUPERNET)) for each in of_tasks or [tuple(paths)]]
 
-    initial = fresh_supernet(world)
-    return TrainingStage(world, config, rules, name=SUPERNET, initial=initial, tasks=give, score=score)
-
-
-def _check_tiers(world: World, config: SupernetConfig, budget: CommunicationBudget) -> None:
-    """Raises ValueError, before anything is written, for a tier whose clients could not train any path."""
-    sizes, limit = budget.resolve(world.space)
-    for index, tier in enumerate(world.tiers):
-        table = world.costs_by_tier[index]
-        if tier.upper < table.smallest:
-            raise ValueError(
-                f"{tier.name} may spend {tier.upper:.6g} {table.measure}, the smallest path costs "
-                f"{table.smallest:.6g}: raise its upper bound"
-            )
-        subspace = sample_subspace(world.tasks.table(sizes, index), limit, stream(0, "check"), table, tier.upper)
-        path_sampler(config.paths, table, subspace, tier.upper)
+    return TrainingStage(
+        *(world, config, rules),
+        name=SUPERNET,
+        initial=fresh_supernet(world),
+        tasks=lambda round_: RoundTasks([client(round_, client_id) for client_id in round_.client_ids]),
+        score=score,
+    )
 
 
 def tier_stage(
@@ -387,9 +383,11 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
     return sequence
 
 
-def _shared_training(_config: FedorASConfig) -> SharedTraining:
-    """Stage 1; the later stages only read the supernet."""
-    return SharedTraining(later=("search", "finetune", "rand_init", "evaluation"))
-
-
-METHOD = Method(FedorASConfig, stages, kind="tiers", shared_training=_shared_training, needs=with_subspaces, tasks=True)
+METHOD = Method(
+    FedorASConfig,
+    stages,
+    kind="tiers",
+    shared_training=lambda _config: SharedTraining(later=("search", "finetune", "rand_init", "evaluation")),
+    needs=with_subspaces,
+    tasks=True,
+)

@@ -11,18 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
+from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.tiers.costs import CostTable, size_of
 
 UNITS = ("fraction", "parameters", "bytes")
-
-
-class SizedSpace(Protocol):
-    """A space that knows the sizes of its options."""
-
-    def cost_table(self, measure: str) -> CostTable:
-        """The sizes of the fixed part and of each option in `parameters` or `bytes`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class CommunicationBudget:
             allowed = "above 0 and at most 1" if self.unit == "fraction" else "above 0"
             raise ValueError(f"a communication budget in {self.unit} must be {allowed}, given {self.value}")
 
-    def resolve(self, space: SizedSpace) -> tuple[CostTable, float]:
+    def resolve(self, space: SearchSpace) -> tuple[CostTable, float]:
         """The table of sizes and the limit in the table's unit."""
         if self.unit == "bytes":
             return space.cost_table("bytes"), self.value
@@ -194,22 +187,15 @@ class PathSampler(Protocol):
         ...
 
 
-def cheapest_path_cost(table: CostTable, subspace: Subspace) -> float:
-    """Cost of the cheapest path of a subspace.
-
-    Raises:
-        ValueError: a subspace of another length, a layer without operators, or an operator outside the table.
-    """
+def _check_budget(table: CostTable, subspace: Subspace, budget: float) -> float:
+    """The cost of the cheapest path; ValueError if it is above the budget, or if the table is not the subspace's."""
     if len(subspace) != len(table.options):
         raise ValueError(f"the subspace has {len(subspace)} layers, the {table.measure} table {len(table.options)}")
     for layer, options in enumerate(subspace):
         if not options or min(options) < 0 or max(options) >= len(table.options[layer]):
             raise ValueError(f"layer {layer} keeps {options} of the operators 0 to {len(table.options[layer]) - 1}")
-    return table.cost([min(options, key=row.__getitem__) for row, options in zip(table.options, subspace, strict=True)])
-
-
-def _check_budget(table: CostTable, subspace: Subspace, budget: float) -> float:
-    cheapest = cheapest_path_cost(table, subspace)
+    path = [min(options, key=row.__getitem__) for row, options in zip(table.options, subspace, strict=True)]
+    cheapest = table.cost(path)
     if not cheapest <= budget or cheapest == math.inf:
         raise ValueError(
             f"a budget of {budget:g} {table.measure} is below the cheapest path of the subspace, "

@@ -128,7 +128,13 @@ def participation(world: World, train: SiloTrainingConfig) -> float:
 
 def _check_rounds(space: HasCells, config: ArchitectureSearchConfig, rounds: int, share: float) -> None:
     """Warns of edges that keep all operators until the end; ValueError if there is a target of MACs besides."""
-    left, made = unsearched_edges(space, config, rounds, share), steps_made(config, rounds, share)
+    made = steps_made(config, rounds, share)
+    if config.kind == "milenas":
+        # In the last round, the cosine schedule's learning rate is zero.
+        left = 0 if rounds > config.rounds + 1 else sum(options > 1 for options in space.options)
+    else:
+        choices = [sum(space.options[d] > 1 for d in space.decisions(t)) for t in CELL_TYPES]
+        left = sum(max(0, count - made) for count in choices)
     if left and config.max_macs is not None:
         raise ValueError(
             f"method.search.max_macs: {left} of {len(space.options)} edges keep all operators until the last round, "
@@ -168,14 +174,6 @@ def steps_made(config: ArchitectureSearchConfig, rounds: int, share: float) -> i
     A missed step is made up for in a later round, one in each.
     """
     return min(turns(config, rounds - 1), math.floor(share * len(range(_first(config), rounds - 1))))
-
-
-def unsearched_edges(space: HasCells, config: ArchitectureSearchConfig, rounds: int, share: float) -> int:
-    """The number of edges undecided before the last round, in which the cosine schedule's learning rate is zero."""
-    if config.kind == "milenas":
-        return 0 if rounds > config.rounds + 1 else sum(options > 1 for options in space.options)
-    choices = [sum(space.options[d] > 1 for d in space.decisions(t)) for t in CELL_TYPES]
-    return sum(max(0, count - steps_made(config, rounds, share)) for count in choices)
 
 
 # -- the remaining operators, and a limit on the MACs of the architecture that a search ends with ---------------------

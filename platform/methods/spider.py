@@ -72,8 +72,6 @@ from fedloom.tiers.devices import TRAINING_FACTOR
 
 SHARED_MOMENTUM = "shared_momentum/"
 """The shared supernet's momentum buffers in a silo's state, with `keep_momentum`."""
-
-
 LAST, BY_VALIDATION, BY_TEST = "last", "validation", "test"
 """Which epoch's accuracy is p_ij: the last one's, or the best one's on validation or on test data."""
 
@@ -192,21 +190,6 @@ class TrainSpider:
 # -- personalisation gains: every silo's architecture, trained on every silo's data (Eq. 6, Fig. 3) -------------------
 
 
-def check_gains(config: GainConfig, world: World) -> None:
-    """Raises ValueError for more silos than there are, and for settings that do not go together."""
-    if config.clients is not None and config.clients > world.num_clients:
-        raise ValueError(
-            f"method.gains.clients={config.clients}: must be between 2 and the {world.num_clients} silos there are"
-        )
-    if not config.tune_own and config.start == "shared":
-        raise ValueError(
-            "method.gains.tune_own=false compares with the silos' final models, which the others have to start from: "
-            "set method.gains.start=own"
-        )
-    if config.epochs and config.epoch == BY_VALIDATION:
-        check_validation(world, "choose the epoch of the gains")
-
-
 @dataclass(frozen=True)
 class ScoreModel:
     """Scores a silo's final model as it is, from the assignment's state, on its own test data (SPIDER's p_ii)."""
@@ -314,7 +297,6 @@ class EachEpoch:
     made: int = 0
 
     def step(self) -> None:
-        """One step."""
         self.sgd.step()
         self.made += 1
         if self.made % self.steps == 0:
@@ -371,7 +353,18 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
     """Training with the search, the evaluation, and the gains if configured."""
     train, rules = config.train, checked_silos(world, config.train)
     space = searched_space(world, config.search, train.rounds, "spider", share=participation(world, train))
-    check_gains(config.gains, world)
+    gains = config.gains
+    if gains.clients is not None and gains.clients > world.num_clients:
+        raise ValueError(
+            f"method.gains.clients={gains.clients}: must be between 2 and the {world.num_clients} silos there are"
+        )
+    if not gains.tune_own and gains.start == "shared":
+        raise ValueError(
+            "method.gains.tune_own=false compares with the silos' final models, which the others have to start from: "
+            "set method.gains.start=own"
+        )
+    if gains.epochs and gains.epoch == BY_VALIDATION:
+        check_validation(world, "choose the epoch of the gains")
 
     def client(round_: Round) -> TrainSpider:
         searcher = searcher_of(config.search, round_.index, train.batch_size)
@@ -394,7 +387,7 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
         test=lambda _state: ScoreOwn(),
     )
     sequence = training.and_evaluation()
-    return [*sequence, GainStage(world, config.gains, train, space)] if config.gains.epochs else sequence
+    return [*sequence, GainStage(world, gains, train, space)] if gains.epochs else sequence
 
 
 METHOD = Method(SpiderConfig, stages, kind="silos", own="model", lacks=("candidates", "models"), needs=with_cells)

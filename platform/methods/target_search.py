@@ -59,18 +59,19 @@ FRONT = "front"
 
 def targets_of(world: World, config: TargetSearchConfig) -> list[Target]:
     """The configured targets, by default each tier's cost interval; ValueError for an invalid or duplicate target."""
-    targets: list[Target] = []
     above: Sequence[float | None] = config.macs_above or [None] * len(config.macs)
     try:
-        for value, lower in zip(config.macs, above, strict=True):
-            targets.append(macs_target(value, config.tolerance, world.macs_table, lower))
+        targets = [
+            macs_target(value, config.tolerance, world.macs_table, lower)
+            for value, lower in zip(config.macs, above, strict=True)
+        ]
     except ValueError as error:
         raise ValueError(f"method.search: {error}") from error
     targets += [latency_target(value, config.tolerance) for value in config.latency_s]
     names = [target.name for target in targets]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"method.search: target {twice!r} is given twice")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"method.search: target {name!r} is given twice")
     by_tier = [Target(t.name, "budget", Interval(t.lower, t.upper), world.cost_table) for t in world.tiers]
     return targets or by_tier
 
@@ -220,7 +221,13 @@ class VerifyStage(ScoringStage):
         If the predictors are not good enough there are no winners, and the run continues with the evaluation.
         """
         predictors, refused = self._predictors(state)
-        fit = {} if predictors is None else _fit_figures(predictors, self.config.metric)
+        fit: dict[str, float] = {}
+        by_metric = {self.config.metric: predictors.metric, "latency_s": predictors.latency} if predictors else {}
+        for metric, fitted in by_metric.items():
+            if fitted is not None and fitted.held_out:
+                fit[f"predictor_kendall_tau_{metric}"] = fitted.tau
+                fit[f"predictor_mae_{metric}"] = fitted.mae
+                fit[f"predictor_held_out_{metric}"] = float(fitted.held_out)
         found: dict[str, dict[str, float]] = {target.name: {} for target in self.targets}
         if predictors is not None and not refused:
             genome, config, seed = self.world.space.genome, self.config, self.world.config.seed_for("search")
@@ -325,24 +332,12 @@ def _by_id(metrics: dict[Architecture, float]) -> dict[str, float]:
     return {architecture_id(architecture): metric for architecture, metric in metrics.items()}
 
 
-def _fit_figures(predictors: Predictors, metric: str) -> dict[str, float]:
-    """The predictors' quality on held-out samples, by metric name."""
-    figures: dict[str, float] = {}
-    for what, fitted in ((metric, predictors.metric), ("latency_s", predictors.latency)):
-        if fitted is not None and fitted.held_out:
-            figures[f"predictor_kendall_tau_{what}"] = fitted.tau
-            figures[f"predictor_mae_{what}"] = fitted.mae
-            figures[f"predictor_held_out_{what}"] = float(fitted.held_out)
-    return figures
-
-
 def _latency_rows(tier: str, measured: Any) -> list[Row]:
     """Measured latencies as rows: medians and interquartile ranges in seconds."""
-    names = ("latency_s", "latency_spread_s")
     return [
         ("evaluations", {"model": SUPERNET, "tier": tier, "architecture": a, "metric": name, "value": values[name]})
         for a, values in measured.items()
-        for name in names
+        for name in ("latency_s", "latency_spread_s")
         if values.get(name) is not None
     ]
 
