@@ -82,10 +82,7 @@ class ActorSet:
         return [member.answer for member in self.members if member.about is None]
 
     def take_answer(self, answer: Any) -> None:
-        """Processes the available answer of a starting actor: the actor is idle now, or its start is repeated later.
-
-        Raises RunFailedError if the actor runs other source code than the server or lacks the data.
-        """
+        """Processes the answer of a starting actor: it is idle now, or its start is repeated later; see `check`."""
         member = next(m for m in self.members if m.answer == answer)
         name = member.group.name
         try:

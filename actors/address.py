@@ -55,7 +55,9 @@ def show_own_token(address: str) -> None:
     that somebody gave, Ray shows no token unless told, and neither do we: it may be a stranger's.
     """
     is_found_here = address == "auto" and not os.environ.get("RAY_ADDRESS") and _running_cluster() is not None
-    if is_found_here and _has_token():
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    file = Path(named) if named else Path("~/.ray/auth_token").expanduser()
+    if is_found_here and (os.environ.get("RAY_AUTH_TOKEN") or file.is_file()):
         os.environ.setdefault(AUTH_MODE, "token")
 
 
@@ -109,13 +111,6 @@ def _answers(host: str, port: int, timeout_s: float = 2.0) -> bool:
     except OSError:
         return False
     return True
-
-
-def _has_token() -> bool:
-    """Whether there is a token in one of the three places where Ray looks for it."""
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path("~/.ray/auth_token").expanduser()
-    return bool(os.environ.get("RAY_AUTH_TOKEN")) or path.is_file()
 
 
 def _running_cluster() -> str | None:

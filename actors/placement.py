@@ -158,14 +158,6 @@ def free_resources() -> dict[str, float]:
     return resources
 
 
-def whole_resources() -> dict[str, float]:
-    """The resources that `free_resources` would find if nothing else ran."""
-    if get_current_placement_group() is not None:
-        return free_resources()
-    whole: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return whole
-
-
 def nodes_to_fill() -> int:
     """Number of nodes over which `free_resources` may be spread, each with a rest too small for an actor.
 
@@ -191,6 +183,13 @@ def groups_in_line(world: World, tell: Callable[[str], None]) -> list[ActorGroup
 
     Raises ValueError under the conditions of `wait_for_room` and `groups_of_run`.
     """
+
+    def whole_resources() -> Resources:
+        """What `free_resources` would find if nothing else ran."""
+        if get_current_placement_group() is not None:
+            return free_resources()
+        whole: Resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        return whole
 
     def plan(resources: Resources) -> list[ActorGroup]:
         return groups_of_run(world.config.executor, world.tiers, resources, world.num_clients, nodes_to_fill())

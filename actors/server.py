@@ -58,17 +58,17 @@ class ServerActor:
         """Starts or resumes the run and returns when it has ended."""
         accept_shared_memory()
         torch.set_num_threads(config.executor.threads)
-        watcher = Watcher(self._started, self._rounds.append, self._stop.is_set)
+
+        def started(run_id: str, supernet_of: str) -> None:
+            self._supernet_of, self._run_id = supernet_of, run_id
+
+        def waits(message: str) -> None:  # another run was faster since the driver looked for free resources
+            CONSOLE.info(message)
+            self._waiting = message
+
+        watcher = Watcher(started, self._rounds.append, self._stop.is_set)
         with warnings_in(self._warnings):
-            return run_to_end(config, partial(make_pool, tell=self._waits), watcher, resume)
-
-    def _started(self, run_id: str, supernet_of: str) -> None:
-        self._supernet_of, self._run_id = supernet_of, run_id
-
-    def _waits(self, message: str) -> None:
-        """Another run was faster since the driver looked for free resources."""
-        CONSOLE.info(message)
-        self._waiting = message
+            return run_to_end(config, partial(make_pool, tell=waits), watcher, resume)
 
     @ray.method(concurrency_group=WATCH)
     def progress(self, after: int, warned: int = 0) -> Told:

@@ -38,7 +38,12 @@ def read_device_table(path: str | Path) -> DeviceTable:
     try:
         # Given a path instead of an open file, pyarrow reads a data set and infers columns from folder names.
         with file.open("rb") as stream:
-            table = _read_parquet(stream) if file.suffix == ".parquet" else _read_csv(stream)
+            if file.suffix == ".parquet":
+                table = _read_parquet(stream)
+            else:
+                table = pyarrow.csv.read_csv(stream)
+                _check_columns(table.schema)
+                _check_rows(table.num_rows)
     except _WrongTableError as error:
         raise ValueError(f"{file}: {error}") from error
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
@@ -82,13 +87,6 @@ class _WrongTableError(ValueError):
 def _check_suffix(file: Path) -> None:
     if file.suffix not in (".parquet", ".csv"):
         raise ValueError(f"{file}: a device table is a .parquet or a .csv file, or `generated`")
-
-
-def _read_csv(stream: BinaryIO) -> Any:
-    table = pyarrow.csv.read_csv(stream)
-    _check_columns(table.schema)
-    _check_rows(table.num_rows)
-    return table
 
 
 def _read_parquet(stream: BinaryIO) -> Any:

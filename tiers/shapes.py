@@ -101,13 +101,6 @@ All others are left to torch, with the same result.
 """
 
 
-def _is_plain(args: Sequence[Any]) -> bool:
-    """Whether the first argument is, or begins with, a tensor of floating numbers on the meta device."""
-    x = args[0] if args else None
-    first = x[0] if isinstance(x, list | tuple) and x else x
-    return isinstance(first, Tensor) and first.is_meta and first.is_floating_point()
-
-
 class ShapesOnly(TorchDispatchMode):
     """Within the block, operators on tensors of the meta device give shapes; their multiply-accumulates are counted.
 
@@ -127,7 +120,10 @@ class ShapesOnly(TorchDispatchMode):
     ) -> Any:
         """Called by torch for every operator."""
         named = kwargs or {}
-        shapes_of = SHAPES.get(func, func) if _is_plain(args) else func
+        x = args[0] if args else None
+        first = x[0] if isinstance(x, list | tuple) and x else x
+        is_plain = isinstance(first, Tensor) and first.is_meta and first.is_floating_point()
+        shapes_of = SHAPES.get(func, func) if is_plain else func
         out = shapes_of(*args, **named)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:

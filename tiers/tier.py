@@ -134,7 +134,18 @@ def tier_upper_bounds(
         raise ValueError(f"rho_low={rho_low:g} and rho_high={rho_high:g} must be 0 <= rho_low < rho_high < 1")
     if num_tiers == 2 and rho_low > 0:
         raise ValueError(f"two tiers have one bound, which rho_high sets: give rho_low=0 instead of {rho_low:g}")
-    costs = _sorted_finite(path_costs, largest)
+    costs = np.asarray(path_costs, dtype=np.float64).ravel()
+    if np.isnan(costs).any() or (costs < 0).any():
+        raise ValueError("path costs must be numbers that are not negative")
+    costs = np.sort(costs[np.isfinite(costs)])
+    if not costs.size or costs[-1] <= 0:
+        raise ValueError("the space has no path of finite, positive cost: draw more paths, or use another cost measure")
+    # (1 + 1e-9) allows for the rounding of a sum of floats, far below the cost of any operator.
+    if not costs[-1] <= largest * (1 + 1e-9) or not np.isfinite(largest):
+        raise ValueError(
+            f"largest={largest:.10g} must be the cost of the largest path that is supported; "
+            f"a drawn path costs {costs[-1]:.10g}"
+        )
     # A latency summed in another order may exceed `largest` by a rounding error; every path must belong to a tier.
     top = max(float(largest), float(costs[-1]))
     if num_tiers == 1:
@@ -209,22 +220,6 @@ def share_of_models(path_costs: npt.ArrayLike, uppers: Sequence[float]) -> tuple
     return tuple(float(count) / tiers.size for count in counts)
 
 
-def _sorted_finite(path_costs: npt.NDArray[np.float64], largest: float) -> npt.NDArray[np.float64]:
-    costs = np.asarray(path_costs, dtype=np.float64).ravel()
-    if np.isnan(costs).any() or (costs < 0).any():
-        raise ValueError("path costs must be numbers that are not negative")
-    costs = np.sort(costs[np.isfinite(costs)])
-    if not costs.size or costs[-1] <= 0:
-        raise ValueError("the space has no path of finite, positive cost: draw more paths, or use another cost measure")
-    # (1 + 1e-9) allows for the rounding of a sum of floats, far below the cost of any operator.
-    if not costs[-1] <= largest * (1 + 1e-9) or not np.isfinite(largest):
-        raise ValueError(
-            f"largest={largest:.10g} must be the cost of the largest path that is supported; "
-            f"a drawn path costs {costs[-1]:.10g}"
-        )
-    return costs
-
-
 def _shown(uppers: Sequence[float]) -> str:
     return " / ".join(f"{bound:.10g}" for bound in uppers)
 
@@ -246,7 +241,18 @@ def by_shares(num_clients: int, shares: Sequence[float], rng: np.random.Generato
     """
     if num_clients < 1:
         raise ValueError(f"num_clients={num_clients} must be at least 1")
-    counts = _exact_counts(num_clients, shares)
+    wanted = np.asarray(shares, dtype=np.float64)
+    if not wanted.size or not (wanted >= 0).all():
+        raise ValueError(f"shares {list(shares)} must be one number per tier, none negative")
+    total = float(wanted.sum())
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"shares {list(shares)} sum to {total:.10g}, but must sum to 1")
+    # 0.29 * 100 is 28.999999999999996: without rounding, floating-point errors would decide remainders and ties.
+    exact = np.round(wanted / total * num_clients, 6)
+    counts = np.floor(exact).astype(np.int64)
+    left_over = num_clients - int(counts.sum())
+    by_remainder = np.argsort(-np.round(exact - counts, 6), kind="stable")
+    counts[by_remainder[:left_over]] += 1
     return rng.permutation(np.repeat(np.arange(len(counts), dtype=np.int16), counts))
 
 
@@ -293,19 +299,3 @@ def by_device_table(
         step_s = TRAINING_FACTOR * upper_macs * batch_size / table.macs_per_s
         tiers[step_s <= max_step_s] = index
     return tiers
-
-
-def _exact_counts(num_clients: int, shares: Sequence[float]) -> npt.NDArray[np.int64]:
-    wanted = np.asarray(shares, dtype=np.float64)
-    if not wanted.size or not (wanted >= 0).all():
-        raise ValueError(f"shares {list(shares)} must be one number per tier, none negative")
-    total = float(wanted.sum())
-    if abs(total - 1) > 1e-6:
-        raise ValueError(f"shares {list(shares)} sum to {total:.10g}, but must sum to 1")
-    # 0.29 * 100 is 28.999999999999996: without rounding, floating-point errors would decide remainders and ties.
-    exact = np.round(wanted / total * num_clients, 6)
-    counts = np.floor(exact).astype(np.int64)
-    left_over = num_clients - int(counts.sum())
-    by_remainder = np.argsort(-np.round(exact - counts, 6), kind="stable")
-    counts[by_remainder[:left_over]] += 1
-    return counts
