@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, _interrupt)
         if args.quiet:
             stop_printing()
-        _show_warnings(logging.ERROR if args.quiet else logging.WARNING)
+        handler = logging.StreamHandler()
+        handler.setFormatter(PrintableFormatter("fedloom: %(message)s"))
+        logging.basicConfig(level=logging.ERROR if args.quiet else logging.WARNING, handlers=[handler])
         check_typed(args)
         with blaming_own(), naming(getattr(args, "out", None) or getattr(args, "results", None) or "."):
             code = args.command(args)
@@ -70,29 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = INTERRUPTED
     atexit.register(gc.freeze)  # else garbage is looked for in all of torch once more: a sixth of a refusal's time
     # Registered last and so called first: a second Ctrl-C while Ray ends would print a traceback.
-    atexit.register(_leave_in_peace)
-    sys.exit(code)
-
-
-@contextmanager
-def _imports_first() -> Iterator[None]:
-    """No garbage is collected in the block, which imports torch: that takes a sixth less time so."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _show_warnings(level: int) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("fedloom: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
-
-
-def _leave_in_peace() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        atexit.register(signal.signal, number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:
@@ -106,17 +88,8 @@ class _WhileRead:
     def __init__(self, view: Any) -> None:
         self._view = view
 
-    def started(self, run_id: str, supernet_of: str) -> None:
-        while_read(self._view.started, run_id, supernet_of)
-
-    def round(self, progress: Any) -> None:
-        while_read(self._view.round, progress)
-
-    def waiting(self, message: str) -> None:
-        while_read(self._view.waiting, message)
-
-    def end(self, end: Any, results: str) -> None:
-        while_read(self._view.end, end, results)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(while_read, getattr(self._view, name))
 
 
 def _refuse(error: ValueError) -> int:
@@ -140,10 +113,13 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
 
 def _run(args: argparse.Namespace) -> int:
     _tell(args, "preparing the run")
-    with _imports_first():
+    gc.disable()  # importing torch takes a sixth less time without collecting garbage
+    try:
         from fedloom.experiments.runs.configuration import compose_config
 
         config = compose_config(args.overrides)
+    finally:
+        gc.enable()
     return _execute(args, config, None)
 
 
@@ -180,7 +156,7 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
     from fedloom.experiments.runs.launch import launch
     from fedloom.experiments.show import RunView
 
-    view = _WhileRead(RunView(as_json=args.json))
+    view: Any = _WhileRead(RunView(as_json=args.json))
     with naming(config.results):
         end = launch(config, view, resume)
     view.end(end, config.results)

@@ -14,14 +14,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.processors import Message, Processors, Traffic, expected_traffic, sent
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
-from fedloom.platform.clients.assignments import (
-    Assignment,
-    ClientResult,
-    ClientState,
-    TaskError,
-    client_of,
-    places_of,
-)
+from fedloom.platform.clients.assignments import Assignment, ClientResult, ClientState, TaskError, client_of, places_of
 from fedloom.platform.clients.local_rules import STATE, LocalClient, gradients_at, local_client, local_rule
 from fedloom.platform.clients.networks import in_task, rows_of_classes
 from fedloom.platform.clients.scoring import validation_scores

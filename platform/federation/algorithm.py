@@ -19,12 +19,13 @@ from fedloom.platform.averaging.aggregators import MEAN, KeptUpdates
 from fedloom.platform.averaging.server import ServerRound
 from fedloom.platform.clients.assignments import Assignment, Evaluation, evaluations_of
 from fedloom.platform.clients.local_rules import STATE
+from fedloom.platform.data.augment import check_augmentation, tried_samples
 from fedloom.platform.federation.processing import Processing, Server
 from fedloom.platform.federation.selection import HISTORY, MEMORY, Selection, as_asked, for_client, for_server
 from fedloom.platform.federation.training_config import (
     Rules,
     TrainingConfig,
-    checked_augmentation,
+    augmentation_of,
     cohort_size,
     local_sgd,
 )
@@ -35,7 +36,6 @@ from fedloom.tiers.devices import TRAINING_FACTOR
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.aggregators import Sums
-    from fedloom.platform.averaging.average import Averaged
     from fedloom.platform.averaging.processors import Processors
     from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.clients.training import LocalSGD
@@ -85,13 +85,6 @@ class RunState:
     def without_data(self, *names: str) -> RunState:
         """The state without these JSON values."""
         return replace(self, data={name: value for name, value in self.data.items() if name not in names})
-
-    def with_client_states(self, states: Mapping[int, Weights]) -> RunState:
-        """The state with the states of these clients replaced, one tensor group per client."""
-        state = self
-        for client_id, tensors in states.items():
-            state = state.with_group(f"{CLIENT}{client_id}", tensors)
-        return state
 
     def without_client_tensors(self, prefix: str) -> RunState:
         """The state without the client tensors of this name prefix, and without groups that become empty."""
@@ -236,11 +229,7 @@ def from_generator(world: World, draw: Callable[[torch.Generator], Weights], *pl
 
 def to_all(make: Callable[[Round], Task]) -> TasksOfRound:
     """Assigns the same task to every client of the round."""
-
-    def give(round_: Round) -> RoundTasks:
-        return RoundTasks([make(round_)] * len(round_.client_ids))
-
-    return give
+    return lambda round_: RoundTasks([make(round_)] * len(round_.client_ids))
 
 
 @dataclass(eq=False)
@@ -285,7 +274,9 @@ class TrainingStage:
 
     def __post_init__(self) -> None:
         world, config, name = self.world, self.config, self.name
-        self.augment = checked_augmentation(world, config)
+        self.augment = augmentation_of(world, config)
+        if config.augment is not None:
+            check_augmentation(self.augment, tried_samples(world.data.dataset)[0])
         self.population = world.everyone if self.eligible is None else self.eligible
         self.cohort_size = min(cohort_size(config, len(self.population)), len(self.population))
         self.server_group = f"server-{self.group}"
@@ -371,7 +362,12 @@ class TrainingStage:
             **self.selection.after_round(state.round, state.data, plan.memory, results),
             **self.warnings.after_round(state.round, state.data, results),
         }
-        after = replace(self._served(state, plan, averaged), data=data)
+        before = state.weights(self.server_group) if self.server_group in state.groups else {}
+        about = ServerRound(state.round, sum(a.client_id is not None for a in plan.assignments), len(self.population))
+        weights, server_state = self.server.step(old, averaged, before, about)
+        after = replace(state.with_group(self.group, weights), data=data)
+        if server_state:
+            after = after.with_group(self.server_group, server_state)
         after = self.after(after, plan, result)
         return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations_of(results, self.tier))
 
@@ -405,14 +401,6 @@ class TrainingStage:
         return self.tasks(
             Round(self.world, name, index, start, client_ids, self._local_sgd(0), self.rules, False)
         ).tasks
-
-    def _served(self, state: RunState, plan: Plan, averaged: Averaged) -> RunState:
-        """The state with the server rule's new weights; without one they are the average."""
-        before = state.weights(self.server_group) if self.server_group in state.groups else {}
-        about = ServerRound(state.round, sum(a.client_id is not None for a in plan.assignments), len(self.population))
-        weights, server_state = self.server.step(state.weights(self.group), averaged, before, about)
-        served = state.with_group(self.group, weights)
-        return served.with_group(self.server_group, server_state) if server_state else served
 
     def _is_last(self, index: int) -> bool:
         return index == self.config.rounds - 1

@@ -118,17 +118,15 @@ class Forecast:
     def left(self, rounds_left: int) -> Left:
         """The time left after the round that has finished, when its stage has `rounds_left` to come."""
         number, _ = self._place
-        stage_s = self._stage_s(number, rounds_left)
+        measured = self._of_stage[number]
+        if self._macs is None or measured.macs == 0:
+            stage_s = rounds_left * measured.seconds / measured.rounds
+        else:
+            stage_s = self._macs * measured.seconds / measured.macs if rounds_left > 0 else 0.0
         to_come = [self._seconds(stage, macs) for stage, macs in self._later]
         known = [seconds for seconds in to_come if seconds is not None]
         is_known = len(known) == len(to_come) and (not to_come or self._macs is not None)
         return Left(stage_s, stage_s + math.fsum(known) if is_known else None)
-
-    def _stage_s(self, number: int, rounds_left: int) -> float:
-        measured = self._of_stage[number]
-        if self._macs is not None and measured.macs > 0:
-            return self._macs * measured.seconds / measured.macs if rounds_left > 0 else 0.0
-        return rounds_left * measured.seconds / measured.rounds
 
     def _seconds(self, stage: Stage, macs: float | None) -> float | None:
         kind = kind_of(stage)

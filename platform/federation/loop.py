@@ -15,12 +15,7 @@ from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Evaluation
 from fedloom.platform.clients.device import DeviceLostError
-from fedloom.platform.clients.execution import (
-    ChunkResult,
-    Executor,
-    SharedWeights,
-    make_chunks,
-)
+from fedloom.platform.clients.execution import ChunkResult, Executor, SharedWeights, make_chunks
 from fedloom.platform.federation.algorithm import (
     CLIENT,
     Plan,
@@ -167,8 +162,11 @@ class Loop:
         self._warn_of_fallback(stage.name, state.round, clients)
         with stage_work(stage.name, state.round):
             merged = answered("merge", stage.merge(state, plan, result), RoundUpdate)
-        client_states = {r.client_id: r.state for r in clients if r.client_id is not None and r.state is not None}
-        merged = replace(merged, state=merged.state.with_client_states(client_states))
+        with_states = merged.state
+        for client in clients:
+            if client.state is not None:
+                with_states = with_states.with_group(f"{CLIENT}{client.client_id}", client.state)
+        merged = replace(merged, state=with_states)
         if merged.evaluation is not None:
             merged = self._evaluated(stage, merged, merged.evaluation)
         with stage_work(stage.name, state.round):

@@ -68,7 +68,7 @@ class Recorder:
         """
         if self._waiting is not None:
             record, self._waiting = self._waiting, None
-            self._pending = self._thread.submit(self._written, record)
+            self._pending = self._thread.submit(self._write, record)
 
     def wait(self) -> None:
         """Returns when all submitted rounds are on disk; raises their errors."""
@@ -85,38 +85,30 @@ class Recorder:
             self._thread.shutdown()
             self.events.close()
 
-    def _written(self, record: Record) -> None:
-        with naming(self.writer.paths.artifacts):
-            self._record(record)
-
-    def _record(self, record: Record) -> None:
-        for table, row in record.rows:
-            self.writer.add(table, **row)
-        for names, model in record.models:
-            self.writer.add("models", **names, **self._store(model))
-        position = self.writer.commit()
-        # Events before the state: if a crash repeats the round, its events replace these.
-        self.events.add(record.rows)
-        record.first()
-        if record.state is not None:
-            self._checkpoint(record.state, position)
-            self.stored()
-        record.then()
-
-    def _store(self, model: KeptModel) -> dict[str, Any]:
-        card = {
-            "tier": model.tier,
-            "architecture": model.architecture,
-            "macs": int(model.macs),
-            "parameters": model.parameters,
-        }
-        file = save_model(self.writer.paths, model.name, model.tensors, card, self.writer.manifest.replacing)
-        return {**card, "file": file.file, "hash": file.hash}
-
-    def _checkpoint(self, state: RunState, position: Position) -> None:
-        folder, run_id = self.writer.paths.checkpoint, self.writer.paths.run_id
-        self.saved = save_state(folder, state, position, self.config, run_id, self.saved)
-        self.writer.manifest.require(folder / STATE_FILE)
+    def _write(self, record: Record) -> None:
+        writer, paths = self.writer, self.writer.paths
+        with naming(paths.artifacts):
+            for table, row in record.rows:
+                writer.add(table, **row)
+            for names, model in record.models:
+                card = {
+                    "tier": model.tier,
+                    "architecture": model.architecture,
+                    "macs": int(model.macs),
+                    "parameters": model.parameters,
+                }
+                stored = save_model(paths, model.name, model.tensors, card, writer.manifest.replacing)
+                writer.add("models", **names, **card, file=stored.file, hash=stored.hash)
+            position = writer.commit()
+            # Events before the state: if a crash repeats the round, its events replace these.
+            self.events.add(record.rows)
+            record.first()
+            if record.state is not None:
+                folder = paths.checkpoint
+                self.saved = save_state(folder, record.state, position, self.config, paths.run_id, self.saved)
+                writer.manifest.require(folder / STATE_FILE)
+                self.stored()
+            record.then()
 
 
 def save_state(

@@ -79,23 +79,21 @@ def recorded(values: Mapping[str, list[Any]], round_: int, results: Iterable[Cli
             continue
         key = str(result.client_id)
         before = unpacked({key: after[key]})[result.client_id] if key in after else ClientRecord()
-        planned = replace(before, participations=before.participations + 1, last_round=round_)
-        after |= packed({result.client_id: _answered(planned, result) if result.status == "ok" else planned})
+        record = replace(before, participations=before.participations + 1, last_round=round_)
+        if result.status == "ok":
+            record = replace(
+                record,
+                answers=record.answers + 1,
+                loss=result.loss,
+                loss_norm=result.loss_norm,
+                samples=result.samples,
+                simulated_s=result.simulated_s,
+                macs=result.macs,
+                bytes_down=result.bytes_down,
+                answered=round_,
+            )
+        after |= packed({result.client_id: record})
     return after
-
-
-def _answered(record: ClientRecord, result: ClientResult) -> ClientRecord:
-    return replace(
-        record,
-        answers=record.answers + 1,
-        loss=result.loss,
-        loss_norm=result.loss_norm,
-        samples=result.samples,
-        simulated_s=result.simulated_s,
-        macs=result.macs,
-        bytes_down=result.bytes_down,
-        answered=record.last_round,
-    )
 
 
 def packed(history: History) -> dict[str, list[Any]]:

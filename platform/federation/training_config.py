@@ -17,7 +17,7 @@ from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, serve, 
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, weighting_rule, weighting_traits
 from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, local_rule, place_of, refuse_parts
 from fedloom.platform.clients.training import PLAIN, LocalSGD
-from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, check_augmentation, coloured, tried_samples
+from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, coloured
 from fedloom.platform.federation.selection import SELECTION_RULES, check_selection, selection_traits
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
 from fedloom.platform.settings import (
@@ -227,14 +227,6 @@ def augmentation_of(world: World, config: TrainingConfig) -> ComponentSpec:
     """The augmentation of the stage's batches, its own or the data's, with what it asks for of the data set."""
     augment = own_augmentation(config)
     return world.augment if augment is None else coloured(augment, world.data.dataset.colours)
-
-
-def checked_augmentation(world: World, config: TrainingConfig) -> ComponentSpec:
-    """The same, tried first if it is the stage's own; a one-line ValueError if it does not fit the data."""
-    augment = augmentation_of(world, config)
-    if config.augment is not None:
-        check_augmentation(augment, tried_samples(world.data.dataset)[0])
-    return augment
 
 
 def cohort_size(config: TrainingConfig, num_clients: int) -> int:

@@ -36,9 +36,7 @@ from fedloom.platform.spaces.slices import Architecture
 from fedloom.tiers.budgets import Budget
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.devices import DeviceProfile, DeviceTable
-from fedloom.tiers.tier import (
-    Tier,
-)
+from fedloom.tiers.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,13 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     dataset_path = prepare_dataset(config.data)
     dataset = Dataset.open(dataset_path)
     dataset.verify_blocks()  # its content was not changed, as far as can be told in milliseconds
-    _check_fit(space, dataset, config)
+    if tuple(space.input_shape) != tuple(dataset.input_shape) or config.space.num_classes != dataset.num_classes:
+        raise ValueError(
+            f"space {config.space.name} takes {tuple(space.input_shape)} and {config.space.num_classes} classes, "
+            f"{config.data.dataset} has {tuple(dataset.input_shape)} and {dataset.num_classes}: "
+            f"choose a space that fits, or set space.input_shape={list(dataset.input_shape)} and space.num_classes="
+            f"{dataset.num_classes}"
+        )
     augment = coloured(augment, dataset.colours)
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
     costs = costs or measure_costs(config.tiers, space)
@@ -206,13 +210,3 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
         ),
         tasks=tasks,
     )
-
-
-def _check_fit(space: SearchSpace, dataset: Dataset, config: RunConfig) -> None:
-    if tuple(space.input_shape) != tuple(dataset.input_shape) or config.space.num_classes != dataset.num_classes:
-        raise ValueError(
-            f"space {config.space.name} takes {tuple(space.input_shape)} and {config.space.num_classes} classes, "
-            f"{config.data.dataset} has {tuple(dataset.input_shape)} and {dataset.num_classes}: "
-            f"choose a space that fits, or set space.input_shape={list(dataset.input_shape)} and space.num_classes="
-            f"{dataset.num_classes}"
-        )

@@ -155,11 +155,11 @@ def fetch_folder(results: str | Path, relative: str) -> Path:
 
 
 def _fetch_newer(target: Target, root: Path, folder: str) -> None:
-    def is_newer(name: str, file: RemoteFile) -> bool:
+    newer: dict[str, RemoteFile] = {}
+    for name, file in target.list([folder]).items():
         path = root / name
-        return not path.exists() or path.stat().st_mtime_ns < file.mtime_ns
-
-    newer = {name: file for name, file in target.list([folder]).items() if is_newer(name, file)}
+        if not path.exists() or path.stat().st_mtime_ns < file.mtime_ns:
+            newer[name] = file
     for name, temporary in _downloaded(target, root, newer).items():
         os.replace(temporary, root / name)
 

@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult
-from fedloom.platform.clients.execution import (
-    Chunk,
-    ChunkResult,
-    SerialExecutor,
-    SharedWeights,
-)
+from fedloom.platform.clients.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, TrainingStage
 from fedloom.platform.federation.forecast import macs_left

@@ -25,7 +25,7 @@ from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.checkpoint import Saved, check_same_config, run_checkpoint
 from fedloom.platform.results.copies import MirrorError, check_results, fetch, fetch_folder, mirrored
 from fedloom.platform.results.files import as_stored
-from fedloom.platform.results.lock import Ownership, OwnershipLostError
+from fedloom.platform.results.lock import OwnershipLostError
 from fedloom.platform.results.manifest import check_files, check_regular
 from fedloom.platform.results.paths import (
     STATE_FILE,
@@ -44,13 +44,14 @@ from fedloom.platform.runs.logs import CONSOLE, and_logged, close_log, log_to
 from fedloom.platform.runs.resuming import check_name_is_free, owned_run, what_is_computed
 from fedloom.platform.runs.run_files import (
     COSTS,
+    changed_files,
     check_data,
-    check_input_files,
+    input_hashes,
     keep_changed,
     latest_copies,
+    recorded_inputs,
     run_row,
     sources_of,
-    what_changed,
     whole_or_nothing,
     write_new_run,
 )
@@ -190,7 +191,7 @@ def resume_run(
     Raises ValueError, before anything is changed, for a checkpoint of another configuration, a damaged checkpoint, and
     changed plug-ins, data and input files.
     """
-    paths = run_paths(local_root(config.results), config.experiment, run_id)
+    paths, identity = run_paths(local_root(config.results), config.experiment, run_id), identity or RunIdentity()
     if is_remote(config.results):
         paths.artifacts.mkdir(parents=True, exist_ok=True)
     elif not paths.artifacts.is_dir():
@@ -199,48 +200,37 @@ def resume_run(
     with owned_run(config, paths, take_over=take_over) as ownership:
         fetch(config.results, [run_id], owned=run_id)
         check_files(paths)
-        _resume(
-            config, paths, make_executor, watcher or Watcher(), identity or RunIdentity(), ownership, changed_plugins
-        )
+        if config.name != read_names(paths.artifacts).name and identity.ablation is None:
+            check_name_is_free(paths.root, config)
+        world = stored_world(paths, config)
+        stages = planned_stages(world)
+        sources, copies = sources_of(config), latest_copies(paths)
+        changed = sources.changed_since(copies)
+        if changed and not changed_plugins:
+            raise ValueError(
+                f"code of run {run_id} has changed since it was last at work: {', '.join(changed)}; its copy is in "
+                f"{copies}: restore it, or go on with --changed-plugins if the change is meant"
+            )
+        state, position = RunState(), dict[str, Any]()
+        if as_stored(paths.checkpoint / STATE_FILE).exists():
+            checkpoint = run_checkpoint(paths)
+            saved_config = what_is_computed(checkpoint.data["config"])
+            check_same_config(saved_config, what_is_computed(asdict(config)), later=True)
+            state, position = restored_state(checkpoint.data, checkpoint.groups), checkpoint.data["position"]
+        writer = RunWriter.resume(paths.root, config.experiment, run_id, position)
+        if "config" in writer.run_row:
+            beginning = _going_on(world, writer, state)
+        else:  # killed before its row was written, and so before its first round: it starts again
+            beginning = _beginning(world, writer)
+            row = {**run_row(config, world, sources), **identity.row()}
+            writer.update_run(**row, started=datetime.now(UTC))
+        if changed:
+            keep_changed(writer, sources, changed)
+        write_names(paths.artifacts, config.names)
+        writer.update_run(**beginning.row, **config.names.columns(), status="running", ended=None, error=None)
+        with mirrored(config.results, writer.paths, ownership) as stored:
+            _go(world, stages, writer, beginning, make_executor, watcher or Watcher(), stored)
     return run_id
-
-
-def _resume(
-    config: RunConfig,
-    paths: RunPaths,
-    make_executor: MakeExecutor,
-    watcher: Watcher,
-    identity: RunIdentity,
-    ownership: Ownership,
-    changed_plugins: bool,
-) -> None:
-    if config.name != read_names(paths.artifacts).name and identity.ablation is None:
-        check_name_is_free(paths.root, config)
-    world = stored_world(paths, config)
-    stages = planned_stages(world)
-    sources = sources_of(config)
-    changed = sources.changed_since(latest_copies(paths))
-    if changed and not changed_plugins:
-        raise ValueError(what_changed(paths, changed))
-    state, position = RunState(), dict[str, Any]()
-    if as_stored(paths.checkpoint / STATE_FILE).exists():
-        checkpoint = run_checkpoint(paths)
-        saved_config = what_is_computed(checkpoint.data["config"])
-        check_same_config(saved_config, what_is_computed(asdict(config)), later=True)
-        state, position = restored_state(checkpoint.data, checkpoint.groups), checkpoint.data["position"]
-    writer = RunWriter.resume(paths.root, config.experiment, paths.run_id, position)
-    if "config" in writer.run_row:
-        beginning = _going_on(world, writer, state)
-    else:  # killed before its row was written, and so before its first round: it starts again
-        beginning = _beginning(world, writer)
-        row = {**run_row(config, world, sources), **identity.row()}
-        writer.update_run(**row, started=datetime.now(UTC))
-    if changed:
-        keep_changed(writer, sources, changed)
-    write_names(paths.artifacts, config.names)
-    writer.update_run(**beginning.row, **config.names.columns(), status="running", ended=None, error=None)
-    with mirrored(config.results, writer.paths, ownership) as stored:
-        _go(world, stages, writer, beginning, make_executor, watcher, stored)
 
 
 def planned_world(config: RunConfig, costs: RunCosts | None = None) -> World:
@@ -253,7 +243,8 @@ def stored_world(paths: RunPaths, config: RunConfig) -> World:
 
     Raises ValueError if the data or a file that the configuration names is not what the run began with.
     """
-    check_input_files(paths, asdict(config))
+    for line in changed_files(paths, recorded_inputs(paths), input_hashes(asdict(config))).values():
+        raise ValueError(line)
     world = build_world(config, load_costs(paths.artifacts / COSTS))
     check_data(paths, config.data.dataset, world.data)
     return world

@@ -112,12 +112,6 @@ def changed_files(paths: RunPaths, recorded: Row, now: Mapping[str, str]) -> dic
     return lines
 
 
-def check_input_files(paths: RunPaths, config: Mapping[str, Any]) -> None:
-    """Raises ValueError if a file that a run's configuration names is not the one that it began with."""
-    for line in changed_files(paths, recorded_inputs(paths), input_hashes(config)).values():
-        raise ValueError(line)
-
-
 def check_data(paths: RunPaths, dataset: str, data: FederatedData) -> None:
     """Raises ValueError if the data set or its partition is not the one that a run began with."""
     recorded = recorded_inputs(paths)
@@ -211,14 +205,6 @@ def latest_copies(paths: RunPaths) -> Path:
     numbers = {f: f.name.removeprefix(PLUGINS).removeprefix("-") or "1" for f in paths.artifacts.glob(f"{PLUGINS}*")}
     folders = {f: int(number) for f, number in numbers.items() if re.fullmatch("[0-9]{1,9}", number) and f.is_dir()}
     return max(folders, key=lambda f: folders[f], default=paths.artifacts / PLUGINS)
-
-
-def what_changed(paths: RunPaths, changed: Sequence[str]) -> str:
-    """The one-line refusal of a run whose plug-ins have changed."""
-    return (
-        f"code of run {paths.run_id} has changed since it was last at work: {', '.join(changed)}; its copy is in "
-        f"{latest_copies(paths)}: restore it, or go on with --changed-plugins if the change is meant"
-    )
 
 
 def keep_changed(writer: RunWriter, sources: PluginSources, changed: Sequence[str]) -> None:

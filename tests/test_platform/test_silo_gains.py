@@ -14,7 +14,7 @@ from fedloom.platform.clients.evaluation import Score, evaluate
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, train_locally
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import RunState
+from fedloom.platform.federation.algorithm import CLIENT, RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.world import World, build_world
@@ -77,7 +77,8 @@ def standing(config: RunConfig, kept: Sequence[Subspace] = KEPT) -> Gains:
     for client_id, rows in enumerate(kept):
         own = own_weights(space, rows, client_id)
         momentum = {"head.bias": torch.ones(10)}
-        state = state.with_client_states({client_id: Personal(own, momentum, rows).packed()})
+        personal = Personal(own, momentum, rows).packed()
+        state = state.with_group(f"{CLIENT}{client_id}", personal)
     return Gains(world, cast(GainStage, stage), state)
 
 
