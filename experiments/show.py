@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from fedloom.experiments.terminal import complain, console, where, write_json
 from fedloom.platform.plugins import nearest
@@ -61,7 +61,9 @@ class RunView:
             summary = _summary(_brought(results, end.run_id), end.run_id) if end.kind == "done" else {}
             _write_end(end.run_id, end.kind, end.message, summary)
         elif end.kind == "done":
-            _print_summary(self.console, _brought(results, end.run_id), end.run_id)
+            from fedloom.experiments.report.runs import summary_table  # a run begins without what its end needs
+
+            self.console.print(summary_table(_brought(results, end.run_id), end.run_id))
             self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{where(results)}")
         elif end.kind == "refused":
             complain(end.message)
@@ -86,12 +88,6 @@ def _summary(results: Path, run_id: str) -> dict[str, Any]:
     from fedloom.experiments.report.runs import report_json  # a run begins without what its end needs
 
     return report_json(results, [run_id])
-
-
-def _print_summary(console: Console, results: Path, run_id: str) -> None:
-    from fedloom.experiments.report.runs import summary_table  # a run begins without what its end needs
-
-    console.print(summary_table(results, run_id))
 
 
 def show_report(files: "ReportFiles", table: RenderableType, figures: dict[str, Any], as_json: bool) -> None:
