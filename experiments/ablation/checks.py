@@ -71,9 +71,17 @@ def checked_trials(
     at_once = min(len(trials), concurrent or len(trials))
     first_by_size: dict[str, Trial] = {}
     for trial in trials:
-        first_by_size.setdefault(_size(trial.config), trial)
+        tiers = {key: trial.config["tiers"][key] for key in ("count", "upper_bounds", "num_gpus", "num_cpus")}
+        size = json.dumps([trial.config["executor"], tiers, trial.config["data"]["num_clients"]])
+        first_by_size.setdefault(size, trial)
     for trial in first_by_size.values():
-        _check_size(trial, cluster, at_once)
+        config = config_from_dict(trial.config)
+        if config.executor.resident and config.data.num_clients is None:
+            continue  # the data tells the number of clients
+        try:
+            bundles_of_trial(config, _tiers(config), config.data.num_clients or 1, cluster, at_once)
+        except ValueError as error:
+            raise _of(trial, error) from error
     known = begun_with([RunPaths(root, trial.experiment, trial.run_id) for trial in beside])
     checked: dict[int, Checked] = {}
     spaces: dict[str, World] = {}
@@ -103,23 +111,6 @@ def _by_world(trials: Sequence[Trial]) -> Iterable[Sequence[tuple[int, RunConfig
         seeds = [config.seed_for("partition"), config.seed_for("training")]
         groups.setdefault(json.dumps([parts, seeds, config.executor.threads]), []).append((position, config))
     return groups.values()
-
-
-def _size(config: Mapping[str, Any]) -> str:
-    """The part of a configuration that determines the number and size of its actors, as text."""
-    tiers = {key: config["tiers"][key] for key in ("count", "upper_bounds", "num_gpus", "num_cpus")}
-    return json.dumps([config["executor"], tiers, config["data"]["num_clients"]])
-
-
-def _check_size(trial: Trial, cluster: Cluster, at_once: int) -> None:
-    """Checks the resources that follow from the configuration alone; the number of clients may come from the data."""
-    config = config_from_dict(trial.config)
-    if config.executor.resident and config.data.num_clients is None:
-        return
-    try:
-        bundles_of_trial(config, _tiers(config), config.data.num_clients or 1, cluster, at_once)
-    except ValueError as error:
-        raise _of(trial, error) from error
 
 
 def _tiers(config: RunConfig) -> tuple[Tier, ...]:
@@ -218,7 +209,8 @@ def check_fits(bundles: Bundles, cluster: Cluster) -> None:
             )
     rooms = [dict(node) for node in cluster.nodes]
     for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0.0), -b.get("CPU", 0.0))):
-        room = next((r for r in rooms if _has_room(r, bundle)), None)
+        fits = (r for r in rooms if all(r.get(name, 0.0) + EPSILON >= amount for name, amount in bundle.items()))
+        room = next(fits, None)
         if room is None:
             size = " and ".join(f"{amount:g} {name}s" for name, amount in bundle.items() if amount)
             raise ValueError(
@@ -227,10 +219,6 @@ def check_fits(bundles: Bundles, cluster: Cluster) -> None:
             )
         for name, amount in bundle.items():
             room[name] = room.get(name, 0.0) - amount
-
-
-def _has_room(room: Resources, bundle: Resources) -> bool:
-    return all(room.get(name, 0.0) + EPSILON >= amount for name, amount in bundle.items())
 
 
 def _sizes(cluster: Cluster) -> str:

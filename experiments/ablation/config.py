@@ -154,7 +154,9 @@ def check_ablation(config: AblationConfig) -> None:
         raise ValueError("ablation.axes is empty: name at least one axis, with a key and its values")
     for name, axis in config.axes.items():
         _check_axis(name, axis, config.search.kind)
-        _check_keys(f"ablation.axes.{name}", [axis.key, *(key for s in axis.settings.values() for key in s)])
+        for key in (axis.key, *(key for s in axis.settings.values() for key in s)):
+            if (advice := NOT_AXES.get(key.lstrip("+"))) is not None:
+                raise ValueError(f"ablation.axes.{name} sets {key}: {advice}")
     for override in config.overrides:
         if override.partition("=")[0].lstrip("+") == "seed":
             raise ValueError(f"ablation.overrides has {override}: {NOT_AXES['seed']}")
@@ -188,13 +190,6 @@ def _check_axis(name: str, axis: AxisConfig, search: str) -> None:
     twice = [text for i, text in enumerate(texts) if text in texts[:i]]
     if twice:
         raise ValueError(f"ablation.axes.{name}.values: {twice[0]} is there twice, more runs of it need more seeds")
-
-
-def _check_keys(where: str, keys: Sequence[str]) -> None:
-    for key in keys:
-        advice = NOT_AXES.get(key.lstrip("+"))
-        if advice is not None:
-            raise ValueError(f"{where} sets {key}: {advice}")
 
 
 def _first_line(error: BaseException) -> str:

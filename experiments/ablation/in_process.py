@@ -11,7 +11,7 @@ from fedloom.experiments.ablation.running import (
     wait_for_earlier_processes,
 )
 from fedloom.experiments.ablation.trial import END, MESSAGE, Job, RunThread
-from fedloom.experiments.store.ablations import Ablation, Trial, write_ablation
+from fedloom.experiments.store.ablations import Ablation, write_ablation
 from fedloom.experiments.store.trials import FINAL, End, trial_states
 from fedloom.platform.runs.run import RunIdentity
 
@@ -31,7 +31,9 @@ def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, 
     """
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in FINAL]
     left = [ablation.trials[index] for index in indices]
-    checked_trials([_serial(trial) for trial in left], place.root, NO_LIMIT, beside=ablation.trials)
+    # A dry run has no actors, whatever its executor.
+    serial = [replace(t, config={**t.config, "executor": {**t.config["executor"], "kind": "serial"}}) for t in left]
+    checked_trials(serial, place.root, NO_LIMIT, beside=ablation.trials)
     if is_new:
         write_ablation(place.root, ablation)
     with RunningAblation(ablation, place, indices) as running:
@@ -44,23 +46,12 @@ def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, 
             events.started(trial.index)
             run.start()
             try:
-                events.ended(trial.index, _end_of(run, trial.index, events))
+                before: object = None
+                news = run.news()
+                while not news.get("done"):
+                    if news and news != before:
+                        events.round(trial.index, news)
+                    before, news = news, run.news()
+                events.ended(trial.index, End(str(news[END]), str(news[MESSAGE])))
             finally:
                 run.stop()
-
-
-def _end_of(run: RunThread, index: int, events: TrialEvents) -> End:
-    """How the run ends; its rounds are shown while it runs."""
-    before: object = None
-    while True:
-        news = run.news()
-        if news.get("done"):
-            return End(str(news[END]), str(news[MESSAGE]))
-        if news and news != before:
-            events.round(index, news)
-        before = news
-
-
-def _serial(trial: Trial) -> Trial:
-    """The trial without actors, of which a dry run has none, whatever its executor."""
-    return replace(trial, config={**trial.config, "executor": {**trial.config["executor"], "kind": "serial"}})

@@ -33,7 +33,7 @@ from fedloom.platform.runs.run import Resume, RunIdentity
 from fedloom.platform.runs.supernets import stored_supernet
 
 if TYPE_CHECKING:
-    from fedloom.experiments.ablation.trial import Job
+    pass
 
 QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # fedloom's tables hold the same values
@@ -165,16 +165,29 @@ def _tune(
 ) -> None:
     """Runs the checked trials until they end or until Ctrl-C."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
-    from fedloom.experiments.ablation.tuning import Work, tune_trials  # imports Tune, which reads the environment
+    # These import Tune, which reads the environment.
+    from fedloom.experiments.ablation.trial import Job
+    from fedloom.experiments.ablation.tuning import Work, tune_trials
 
     states = trial_states(place.root, ablation)
     at_once = max(1, min(len(checked), *(c.at_once for c in checked), ablation.concurrent or len(checked)))
     while_read(events.view.planned, ablation, states, at_once, len(checked))
     stage = checked[0].compared_stage
-    work = [Work(_job(ablation, place, c, how), c.bundles, c.supernet) for c in checked]
+    work = []
+    for c in checked:
+        identity = RunIdentity(c.trial.run_id, ablation.ablation_id, c.trial.index, {**c.trial.setting})
+        config = {**_absolute(c.trial.config), "results": place.of_trials}
+        resume = replace(how or Resume(""), run_id=c.trial.run_id)
+        job = Job(c.trial.index, config, identity, c.compared_stage, resume=resume)
+        work.append(Work(job, c.bundles, c.supernet))
     if stage is not None:  # a new scheduler first receives the rounds of trials that have ended
         ended = [s.trial for s in states if s.trial.index not in events.ablation.indices and s.status is not None]
-        work = [*(Work(_replay(ablation, place, t.index, stage), REPLAY) for t in ended), *work]
+        configs = [{**trial.config, "results": place.of_trials} for trial in ended]
+        replays = [
+            Job(trial.index, config, RunIdentity(trial.run_id), stage, replay=True)
+            for trial, config in zip(ended, configs, strict=True)
+        ]
+        work = [*(Work(job, REPLAY) for job in replays), *work]
     storage = Path(tempfile.mkdtemp(prefix="fedloom-tune-"))
     try:
         tune_trials(
@@ -194,24 +207,6 @@ def _tune(
 
 REPLAY = ({"CPU": 0.01},)
 """Resources of a job that only replays the rounds in the tables of a run."""
-
-
-def _job(ablation: Ablation, place: ResultsPlace, checked: Checked, how: Resume | None) -> "Job":
-    from fedloom.experiments.ablation.trial import Job
-
-    trial = checked.trial
-    identity = RunIdentity(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
-    config = {**_absolute(trial.config), "results": place.of_trials}
-    resume = replace(how or Resume(""), run_id=trial.run_id)
-    return Job(trial.index, config, identity, checked.compared_stage, resume=resume)
-
-
-def _replay(ablation: Ablation, place: ResultsPlace, index: int, stage: str) -> "Job":
-    from fedloom.experiments.ablation.trial import Job
-
-    trial = ablation.trials[index]
-    config = {**trial.config, "results": place.of_trials}
-    return Job(index, config, RunIdentity(trial.run_id), stage, replay=True)
 
 
 def _absolute(config: Any) -> dict[str, Any]:

@@ -67,7 +67,14 @@ def plan_of(
     overrides = ["reuse_supernet=true", *config.overrides, *common]
     base = _base(given, overrides, common)
     points = list(_points(config))
-    _check_not_fixed(config, points, [*config.overrides, *common])
+    changed = {key for point in points for key in point.changes}
+    for override in [*config.overrides, *common]:
+        key = override.lstrip("+").partition("=")[0]
+        if key in changed:
+            axis = next(n for n, a in config.axes.items() if key == a.key or any(key in s for s in a.settings.values()))
+            raise ValueError(
+                f"{override}: the ablation varies {key}; change its values instead (ablation.axes.{axis}.values=[...])"
+            )
     ablation_id = ablation_id or new_ablation_id(local_root(base.results), name)
     try:
         trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))
@@ -223,17 +230,6 @@ def _draw(axis: AxisConfig, share: float) -> float:
     assert axis.uniform is not None, "the axis has one of three ranges"
     least, greatest = axis.uniform
     return float(f"{least + (greatest - least) * share:.4g}")
-
-
-def _check_not_fixed(config: AblationConfig, points: Sequence[Point], common: Sequence[str]) -> None:
-    varied = {key for point in points for key in point.changes}
-    for override in common:
-        key = override.lstrip("+").partition("=")[0]
-        if key in varied:
-            axis = next(n for n, a in config.axes.items() if key == a.key or any(key in s for s in a.settings.values()))
-            raise ValueError(
-                f"{override}: the ablation varies {key}; change its values instead (ablation.axes.{axis}.values=[...])"
-            )
 
 
 def _trials(

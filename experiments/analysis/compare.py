@@ -107,14 +107,19 @@ def compare(
     configs = {p.run_id: configuration(tables, p.run_id) for p in tables.paths}
     runs = _runs(tables, configs, by, tuple(ignore))
     first = _baseline(runs, by, baseline)
-    _check_comparable(runs, by)
+    groups = _groups(runs)
+    if all(len({run.value for run in group}) == 1 for _, group in groups):
+        raise ValueError(
+            f"runs that differ in {by} differ in other keys, too: {_some(differing([run.rest for run in runs]))}; name "
+            "in ignore= those that belong to it, or compare by='experiment'"
+        )
     frame = (measured(tables) if over == SEEDS else unit_values(tables, metric, over, each)).dropna(subset=[metric])
     if frame.empty:
         raise ValueError(f"no run has a value of {metric} yet: wait for the final evaluation, or compare total_bytes")
     pairs = {run_id: _pair_of(seeds_of(tables, run_id), configs[run_id], pair, by) for run_id in frame["run_id"]}
     frame["pair"] = frame["run_id"].map(pairs)
     found = []
-    for within, group in _groups(runs):
+    for within, group in groups:
         rows = frame.merge(pd.DataFrame([(r.run_id, r.value) for r in group], columns=["run_id", "value"]), on="run_id")
         beside = {run.run_id: run.beside for run in group}
         found += [
@@ -203,15 +208,6 @@ def _baseline(runs: Sequence[Run], by: str, given: Any) -> str:
     return _text(given)
 
 
-def _check_comparable(runs: Sequence[Run], by: str) -> None:
-    if all(len({run.value for run in group}) == 1 for _, group in _groups(runs)):
-        keys = differing([run.rest for run in runs])
-        raise ValueError(
-            f"runs that differ in {by} differ in other keys, too: {_some(keys)}; name in ignore= those that belong to "
-            "it, or compare by='experiment'"
-        )
-
-
 def _groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     by_id = {run.run_id: run for run in runs}
     groups = [[by_id[run_id] for run_id in group] for group in alike({run.run_id: run.rest for run in runs})]
@@ -294,20 +290,17 @@ def _values(
         row |= {"values": list(known.values), "baseline": baseline}
         if name != baseline and baseline in groups:
             row["differs_in"], is_under_test = _beside(groups[name], groups[baseline], beside, is_whole)
-            row |= _against(groups[name], groups[baseline], metric, is_under_test)
+            pairs = _paired(groups[name], groups[baseline], metric)
+            sides = pairs or tuple(by_seed(groups[side], [metric])[metric].to_numpy() for side in (name, baseline))
+            tested = difference(*sides, paired=pairs is not None)
+            counts = list(dict.fromkeys(str(len(side)) for side in sides))
+            row |= _told(tested if is_under_test else Difference("none", tested.compared, tested.difference))
+            seeds = f"{' and '.join(counts)} seed{'' if counts == ['1'] else 's'}"
+            row["over"] = f"{'paired over ' if pairs else ''}{seeds}"
         elif name != baseline:
             row["test"] = "none"
         found.append(row)
     return found
-
-
-def _against(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str, is_under_test: bool) -> dict[str, Any]:
-    pairs = _paired(rows, baseline, metric)
-    sides = pairs or tuple(by_seed(r, [metric])[metric].to_numpy() for r in (rows, baseline))
-    found = difference(*sides, paired=pairs is not None)
-    counts = list(dict.fromkeys(str(len(side)) for side in sides))
-    over = f"{'paired over ' if pairs else ''}{' and '.join(counts)} seed{'' if counts == ['1'] else 's'}"
-    return {**_told(found if is_under_test else Difference("none", found.compared, found.difference)), "over": over}
 
 
 def _paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> tuple[np.ndarray, np.ndarray] | None:

@@ -185,7 +185,9 @@ def curves(tables: Tables) -> pd.DataFrame:
     """
     own = silos(tables)
     before, rounds = _rounds_before(own.rounds), rounds_by_stage(training(own.rounds))
-    parts = [_train_rows(own), _validation_rows(own)]
+    train = training(own.clients)
+    train = train[took_part(train) & train["loss"].notna()].assign(series="train")[_CURVE]
+    parts = [train, _validation_rows(own)]
     rows = pd.concat([p.astype({"loss": "float64", "metric": "float64"}) for p in parts], ignore_index=True)
     places = list(zip(rows["run_id"], rows["stage"], rows["round"], strict=True))
     # A silo is scored after the round's training; a score after the last round has the next round number.
@@ -215,11 +217,6 @@ def _rounds_before(rounds: pd.DataFrame) -> dict[tuple[str, str], int]:
 
 
 _CURVE = [*RUN_KEY, "stage", "round", "client_id", "series", "loss", "metric"]
-
-
-def _train_rows(tables: Tables) -> pd.DataFrame:
-    rows = training(tables.clients)
-    return rows[took_part(rows) & rows["loss"].notna()].assign(series="train")[_CURVE]
 
 
 def _validation_rows(tables: Tables) -> pd.DataFrame:

@@ -190,23 +190,19 @@ def summary_block(board: Sequence[Entry]) -> Block:
         verdicts = [[v for e in of_paper if s in e.outcomes for v in e.outcomes[s].verdicts] for s in SCALES]
         states = [counted_states(of_scale) or ABSENT for of_scale in verdicts]
         rows.append((paper, str(len(of_paper)), str(sum(len(e.item.claims) for e in of_paper)), *states))
-    text = (
-        "A claim is shown if the 95 % interval over seeds says so everywhere it is made, contradicted if it says the "
-        "opposite anywhere. What is counted without training has no interval and stands under the paper's scale.",
-        *_about_records(board),
-    )
-    heads = ("paper", "items", "claims", "paper scale", "small scale")
-    return Block("Scoreboard", text, heads, tuple(rows), labels=5)
-
-
-def _about_records(board: Sequence[Entry]) -> tuple[str, ...]:
-    names = [
+    recorded = [
         f"{entry.item.name} ({scale} scale{outcome.record.in_short.removeprefix('recorded')})"
         for entry in board
         for scale, outcome in entry.outcomes.items()
         if outcome.record is not None
     ]
-    return (f"Recorded, not run here: {', '.join(names)}.",) if names else ()
+    text = (
+        "A claim is shown if the 95 % interval over seeds says so everywhere it is made, contradicted if it says the "
+        "opposite anywhere. What is counted without training has no interval and stands under the paper's scale.",
+        *([f"Recorded, not run here: {', '.join(recorded)}."] if recorded else []),
+    )
+    heads = ("paper", "items", "claims", "paper scale", "small scale")
+    return Block("Scoreboard", text, heads, tuple(rows), labels=5)
 
 
 def claims_block(board: Sequence[Entry], paper: str) -> Block:

@@ -71,7 +71,10 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     old = [f"{record_file(item, asked.scale)} does not count: it is of other runs"] if is_old else []
     planned = sum(part.num_runs for part in parts)
     if record is not None:
-        parts = _not_in(record, parts)
+        # All parts are still to be run if runs of the record's own ablations are not in it.
+        recorded_parts = [part for part in parts if part.ablation_id in record.ablations]
+        if record.runs[0] >= sum(part.num_runs for part in recorded_parts):
+            parts = [part for part in parts if part.ablation_id not in record.ablations]
     known = recorded_counts(item, scale, asked) if recorded else {}
     values = measured(item, scale, runs, known if record is None else {**known, **record.values})
     return Outcome(
@@ -96,13 +99,6 @@ def _rows(item: Item, scale: Scale, measured: Mapping[str, Measured]) -> Iterato
         for spot in sorted(spots, key=lambda spot: (settings.index(spot[0]), places.index(spot[1]))):
             numbers = quantity.published.get(spot), interval_at(values, spot)
             yield Row(name, quantity.unit, spot, *numbers, is_measurable=quantity.source is not None)
-
-
-def _not_in(record: Record, parts: list[Part]) -> list[Part]:
-    """The parts that are not in a record; all of them if runs of its own ablations are not."""
-    others = [part for part in parts if part.ablation_id not in record.ablations]
-    recorded = sum(part.num_runs for part in parts if part.ablation_id in record.ablations)
-    return parts if record.runs[0] < recorded else others
 
 
 def _lacks(item: Item, scale: Scale, parts: Sequence[Part], results: Path, free: Sequence[str]) -> Iterator[str]:
@@ -241,25 +237,24 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
             }
             for row in outcome.rows
         ],
-        "claims": [_claim_json(outcome.item, judged) for judged in outcome.verdicts],
+        "claims": [
+            {
+                "claim": judged.claim.text,
+                "state": judged.state,
+                "reason": judged.reason,
+                "in_the_paper": in_the_paper(judged.claim, outcome.item),
+                "findings": [
+                    {
+                        "where": spot_name(finding.spot),
+                        "state": finding.state,
+                        "reason": finding.reason,
+                        "interval": None if finding.interval is None else asdict(finding.interval),
+                    }
+                    for finding in judged.findings
+                ],
+            }
+            for judged in outcome.verdicts
+        ],
         "missing": [*outcome.missing],
         "runs": {"done": outcome.runs[0], "planned": outcome.runs[1]},
-    }
-
-
-def _claim_json(item: Item, judged: Verdict) -> dict[str, Any]:
-    return {
-        "claim": judged.claim.text,
-        "state": judged.state,
-        "reason": judged.reason,
-        "in_the_paper": in_the_paper(judged.claim, item),
-        "findings": [
-            {
-                "where": spot_name(finding.spot),
-                "state": finding.state,
-                "reason": finding.reason,
-                "interval": None if finding.interval is None else asdict(finding.interval),
-            }
-            for finding in judged.findings
-        ],
     }
