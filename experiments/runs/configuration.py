@@ -199,7 +199,8 @@ def _check_choice(key: str, value: str) -> None:
     if value in names or is_own:
         return
     known = names if len(names) <= MOST_NAMES else sorted(names, key=lambda name: not nearest(value, [name], 0.0))
-    more = f" and {len(names) - MOST_NAMES} more (fedloom run --help lists all)" if len(names) > MOST_NAMES else ""
+    where = "fedloom run --help" if key == "experiment" else "fedloom plugins method"
+    more = f" and {len(names) - MOST_NAMES} more ({where} lists all)" if len(names) > MOST_NAMES else ""
     listed = f"{', '.join(known[:MOST_NAMES])}{more}"
     raise ValueError(f"{key}={shown(value)}: no such {kind}{nearest(value, names)}; there are {listed}")
 
