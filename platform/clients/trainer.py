@@ -31,11 +31,6 @@ ValidationUse = Literal["unused", "trained", "scored"]
 """What a client does with its validation data: nothing, train on them as well, or score the trained network on them."""
 
 
-def validation_use(*, trained: bool, scored: bool) -> ValidationUse:
-    """The use of validation data; those that are trained on are not scored, which would not measure generalisation."""
-    return "trained" if trained else "scored" if scored else "unused"
-
-
 @dataclass(frozen=True)
 class Train:
     """Trains a network on the client's data and sends all of its tensors: the client of FedAvg.

@@ -27,15 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, places_of
 from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.scoring import validation_scores
-from fedloom.platform.clients.trainer import (
-    Train,
-    client_samples,
-    train_network,
-    trained_outcome,
-    update_of,
-    validation_use,
-    with_more,
-)
+from fedloom.platform.clients.trainer import Train, client_samples, train_network, trained_outcome, update_of, with_more
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, from_generator, to_all
@@ -49,6 +41,7 @@ from fedloom.platform.methods.silos import (
     adaptation,
     adapted_outcome,
     checked_silos,
+    validation_use,
 )
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE

@@ -19,7 +19,7 @@ from fedloom.platform.clients.assignments import Assignment, client_of, places_o
 from fedloom.platform.clients.evaluation import Score, evaluate
 from fedloom.platform.clients.networks import MixedNetwork, Network
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.trainer import Train, validation_use
+from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, Samples, Step, epoch_sizes
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import upload
@@ -33,6 +33,7 @@ from fedloom.platform.methods.silos import (
     check_validation,
     endless_batches,
     own_network,
+    validation_use,
 )
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE

@@ -28,11 +28,11 @@ from fedloom.platform.clients.scoring import (
 from fedloom.platform.clients.trainer import (
     Train,
     TrainedNetwork,
+    ValidationUse,
     client_samples,
     train_network,
     trained_outcome,
     update_of,
-    validation_use,
 )
 from fedloom.platform.clients.training import SGD, Correction, LocalSGD, Samples, batch_indices
 from fedloom.platform.clients.worker import Worker
@@ -419,6 +419,11 @@ class SiloTraining(TrainingStage):
             return [replace(e, metric=WATCHED) for e in evaluations if e.split == "test" and e.metric == "accuracy"]
 
         return replace(merged, evaluation=PostRoundEvaluation(Plan(tests, self.group), watched))
+
+
+def validation_use(*, trained: bool, scored: bool) -> ValidationUse:
+    """The use of validation data; those that are trained on are not scored, which would not measure generalisation."""
+    return "trained" if trained else "scored" if scored else "unused"
 
 
 def fresh_subnet(world: World, subnet: Subnet) -> Initial:

@@ -18,13 +18,14 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet, ScoreSubnets
-from fedloom.platform.clients.trainer import Train, validation_use
+from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import fedoras
 from fedloom.platform.methods.fedoras import Paths
+from fedloom.platform.methods.silos import validation_use
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
