@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -88,8 +87,17 @@ class _WhileRead:
     def __init__(self, view: Any) -> None:
         self._view = view
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return partial(while_read, getattr(self._view, name))
+    def started(self, run_id: str, supernet_of: str) -> None:
+        while_read(self._view.started, run_id, supernet_of)
+
+    def round(self, progress: Any) -> None:
+        while_read(self._view.round, progress)
+
+    def waiting(self, message: str) -> None:
+        while_read(self._view.waiting, message)
+
+    def end(self, end: Any, results: str) -> None:
+        while_read(self._view.end, end, results)
 
 
 def _refuse(error: ValueError) -> int:
@@ -156,7 +164,7 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
     from fedloom.experiments.runs.launch import launch
     from fedloom.experiments.show import RunView
 
-    view: Any = _WhileRead(RunView(as_json=args.json))
+    view = _WhileRead(RunView(as_json=args.json))
     with naming(config.results):
         end = launch(config, view, resume)
     view.end(end, config.results)
