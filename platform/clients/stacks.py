@@ -335,7 +335,7 @@ class _Live:
         self._buffers = {name: t[:at_work] for name, t in stack.buffers.items()}
         self._corrections = [member.correct for member in stack.members[:at_work]]
         unclipped = LocalSGD(1, 1, local.lr, local.momentum, local.weight_decay)
-        self._sgd = SGD(unclipped, self._parameters, None, {n: buffer[:at_work] for n, buffer in momentum.items()})
+        self._sgd = SGD(unclipped, self._parameters).resume({n: buffer[:at_work] for n, buffer in momentum.items()})
 
     @property
     def momentum(self) -> dict[str, Tensor]:

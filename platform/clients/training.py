@@ -225,18 +225,11 @@ class SGD:
     FedorAS trained with 1.13.1 (requirements.txt of their code), where operators moved 1.5 to 3.5 times as far.
     """
 
-    def __init__(
-        self,
-        local: LocalSGD,
-        parameters: Mapping[str, Tensor],
-        correct: Correction | None = None,
-        momentum: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """`correct` changes every gradient before a step; `momentum` holds the buffers of an earlier training."""
+    def __init__(self, local: LocalSGD, parameters: Mapping[str, Tensor], correct: Correction | None = None) -> None:
+        """`correct` changes every gradient before a step."""
         self.local, self.correct = local, correct
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         self._buffers: dict[int, Tensor | None] = {}
-        self.resume(momentum or {})
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +22,7 @@ from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.data.augment import check_augmentation, tried_samples
 from fedloom.platform.federation.processing import Processing, Server
 from fedloom.platform.federation.selection import HISTORY, MEMORY, Selection, as_asked, for_client, for_server
-from fedloom.platform.federation.training_config import (
-    Rules,
-    TrainingConfig,
-    augmentation_of,
-    cohort_size,
-    local_sgd,
-)
+from fedloom.platform.federation.training_config import Rules, TrainingConfig, augmentation_of, cohort_size, local_sgd
 from fedloom.platform.federation.training_warnings import UNANSWERED, TrainingWarnings
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import TensorGroup, Weights, bytes_of
@@ -317,7 +311,7 @@ class TrainingStage:
         cohort = self.selection.cohort(index, state.data)
         client_ids = world.in_plan_order(cohort.client_ids)
         due = config.evaluate_every > 0 and index % config.evaluate_every == 0
-        scored = due or (config.evaluate_every > 0 and self._is_last(index))
+        scored = due or (config.evaluate_every > 0 and index == config.rounds - 1)
         local = self._local_sgd(index)
         given = self.tasks(Round(world, self.name, index, state, client_ids, local, self.rules, scored))
         tasks: Sequence[Task] = [as_asked(t, cohort, c) for c, t in zip(client_ids, given.tasks, strict=True)]
@@ -402,31 +396,24 @@ class TrainingStage:
             Round(self.world, name, index, start, client_ids, self._local_sgd(0), self.rules, False)
         ).tasks
 
-    def _is_last(self, index: int) -> bool:
-        return index == self.config.rounds - 1
-
     def _last_scores(self, after: RunState) -> PostRoundEvaluation | None:
         """Scores the new weights after the last round, because no later round does."""
-        tasks = self.score(after) if self.config.evaluate_every and self._is_last(after.round) else ()
+        rounds = after.round + 1
+        tasks = self.score(after) if self.config.evaluate_every and rounds == self.config.rounds else ()
         if not tasks:
             return None
         plan = Plan([for_server(self.name, after.round, task) for task in tasks], self.group)
-        rounds = after.round + 1
         return PostRoundEvaluation(plan, lambda result: evaluations_of(result.client_results, self.tier, rounds))
 
     # -- the time left ----------------------------------------------------------------------------------------------
 
     def macs_left(self, state: RunState) -> float:
         """Those of training the remaining rounds' clients."""
-        return (self.config.rounds - state.round) * self._samples_of_a_round * TRAINING_FACTOR * self._macs(state)
+        if not len(self.population):
+            return 0.0
+        samples = self.cohort_size * self.config.epochs * float(self.world.data.sizes("train")[self.population].mean())
+        return (self.config.rounds - state.round) * samples * TRAINING_FACTOR * self._macs(state)
 
     def _macs(self, state: RunState) -> float:
         """MACs of a sample's forward pass through a network of the stage, as far as they are known."""
         return self.world.expected_macs() if self.macs is None else self.macs(state)
-
-    @cached_property
-    def _samples_of_a_round(self) -> float:
-        """The number of samples that pass through a round's clients, on average."""
-        if not len(self.population):
-            return 0.0
-        return self.cohort_size * self.config.epochs * float(self.world.data.sizes("train")[self.population].mean())

@@ -407,7 +407,7 @@ class SiloTraining(TrainingStage):
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """The training stage's, with an evaluation by all silos where it is due."""
         merged, every = super().merge(state, plan, result), self.config.test_every
-        due = every > 0 and (state.round % every == 0 or self._is_last(state.round))
+        due = every > 0 and (state.round % every == 0 or state.round == self.config.rounds - 1)
         if not (due and self.ready(merged.state)):
             return merged
         assert merged.evaluation is None, "silos' models are scored by the silos, not by the server"
