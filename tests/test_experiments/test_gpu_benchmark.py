@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedloom.experiments.benchmarks import gpu, gpu_variant
+from fedloom.experiments.benchmarks import gpu
 from fedloom.experiments.benchmarks.gpu import Utilisation, sample_of, summed_up
 from fedloom.experiments.runs.configuration import compose_config
 
@@ -27,9 +27,9 @@ def test_every_number_of_actors_has_as_many_plain_processes_and_the_loop_is_firs
 
 
 @pytest.mark.parametrize("actors", [1, 2, 4, 8, 12])
-@pytest.mark.parametrize("case", gpu_variant.CASES)
+@pytest.mark.parametrize("case", gpu.CASES)
 def test_actors_share_one_gpu(case: str, actors: int) -> None:
-    config = compose_config(gpu_variant.overrides_of(case, "actors", actors, "cuda", small=False))
+    config = compose_config(gpu.overrides_of(case, "actors", actors, "cuda", small=False))
     assert (config.ray.num_gpus, config.ray.num_cpus, config.tiers.count) == (1, actors, 1)
     assert config.tiers.num_gpus == [1 / actors]
     assert config.executor.failures.policy == "tolerate", "who exceeds a share is counted"

@@ -15,7 +15,7 @@ import pytest
 
 from fedloom.experiments import status
 from fedloom.experiments.analysis.tables import load, with_training
-from fedloom.experiments.benchmarks.generated import EXPERIMENT, write_results
+from fedloom.experiments.benchmarks.analysis import EXPERIMENT, write_results
 from fedloom.experiments.cli import main
 from fedloom.experiments.report.runs import summary_table, write_report
 from fedloom.experiments.runs.configuration import stored_config

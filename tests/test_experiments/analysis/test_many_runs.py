@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.experiments import analysis
-from fedloom.experiments.benchmarks.analysis import files_of, measure
-from fedloom.experiments.benchmarks.generated import write_results
+from fedloom.experiments.benchmarks.analysis import files_of, measure, write_results
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "experiments" / "examples" / "analysis.py"
 WEIGHTING = "method.train.weighting"
