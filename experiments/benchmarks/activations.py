@@ -25,7 +25,7 @@ CHANNELS = (16, 32)
 
 def saved_bytes(modules: list[nn.Module], x: Tensor) -> int:
     """Bytes that autograd saves for the backward passes of these modules' losses on a batch, parameters not counted."""
-    own = {t.untyped_storage()._cdata for m in modules for t in (*m.parameters(), *m.buffers())}
+    parameters = {t.untyped_storage()._cdata for m in modules for t in (*m.parameters(), *m.buffers())}
     saved: dict[int, Tensor] = {}  # holding the tensors keeps their storages from being reused
 
     def keep(tensor: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def saved_bytes(modules: list[nn.Module], x: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         losses = [functional.cross_entropy(module(x), y) for module in modules]
     del losses
-    return sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own)
+    return sum(tensor.untyped_storage().nbytes() for storage, tensor in saved.items() if storage not in parameters)
 
 
 def supernet(channels: int) -> DartsDesign:

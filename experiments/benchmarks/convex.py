@@ -105,9 +105,9 @@ class Federation:
     def _trained(self, client_id: int) -> Update:
         problem, rule = self.problem, local_rule(self.algorithm.local)
         a, b, steps = problem.curvatures[client_id], problem.minima[client_id], problem.steps[client_id]
-        local, own = LocalSGD(1, 1, problem.lr), self.clients.setdefault(client_id, {})
+        local, client_state = LocalSGD(1, 1, problem.lr), self.clients.setdefault(client_id, {})
         x = self.weights[X].clone().requires_grad_()
-        client = LocalClient(client_id, self.rounds, 1, steps, local, {X: x}, {X: Slice(X)}, self.weights, own)
+        client = LocalClient(client_id, self.rounds, 1, steps, local, {X: x}, {X: Slice(X)}, self.weights, client_state)
         client.gradients = lambda: {X: a * (self.weights[X] - b)}
         sgd = SGD(local, {X: x}, rule.begin(client))
         for _ in range(steps):
@@ -138,38 +138,40 @@ def distances(problem: Quadratics, algorithm: Algorithm, rounds: int, cohort: in
     """The distance from the optimum after each round, relative to that of the start; random cohorts, or all clients."""
     federation, clients = Federation(problem, algorithm), len(problem.steps)
     start = (federation.weights[X] - problem.optimum).norm()
-    generator, found = torch.Generator().manual_seed(1), []
+    generator, relative = torch.Generator().manual_seed(1), []
     for _ in range(rounds):
         ids = range(clients) if cohort is None else torch.randperm(clients, generator=generator)[:cohort].tolist()
         federation.round(sorted(ids))
-        found.append(float((federation.weights[X] - problem.optimum).norm() / start))
-    return found
+        relative.append(float((federation.weights[X] - problem.optimum).norm() / start))
+    return relative
 
 
 def curves() -> dict[str, dict[str, list[float]]]:
     """The distances by problem and algorithm."""
     drift, few = drifting(), ("FedAvg", "SCAFFOLD, option 2", "FedDyn")
     equal = {name: algorithm for name, algorithm in ALGORITHMS.items() if name != "FedNova"}  # it is FedAvg here
-    found = {
+    by_problem = {
         "drift, all clients": {name: distances(drift, a, 100) for name, a in equal.items()},
         "drift, 3 of 10 clients": {name: distances(drift, ALGORITHMS[name], 400, 3) for name in few},
     }
     for lr in (0.03, 0.003):
         two = {name: ALGORITHMS[name] for name in ("FedAvg", "FedNova")}
         rounds = int(6 / lr)
-        found[f"steps, lr {lr:g}"] = {name: distances(unequal(lr), a, rounds) for name, a in two.items()}
-    return found
+        by_problem[f"steps, lr {lr:g}"] = {name: distances(unequal(lr), a, rounds) for name, a in two.items()}
+    return by_problem
 
 
-def draw(found: Mapping[str, Mapping[str, Sequence[float]]], file: Path) -> None:
+def draw(by_problem: Mapping[str, Mapping[str, Sequence[float]]], file: Path) -> None:
     """Writes a figure of all curves, one panel per problem."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(found), figsize=(4.2 * len(found), 3.6), sharey=True, layout="constrained")
-    for axis, (title, by_name) in zip(axes, found.items(), strict=True):
+    figure, axes = plt.subplots(
+        1, len(by_problem), figsize=(4.2 * len(by_problem), 3.6), sharey=True, layout="constrained"
+    )
+    for axis, (title, by_name) in zip(axes, by_problem.items(), strict=True):
         for name, values in by_name.items():
             style = {"linestyle": "--"} if name == "FedProx" else {}
             axis.plot(range(1, len(values) + 1), values, label=name, **style)
@@ -186,10 +188,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", type=Path, help="where the curves are drawn (PNG)")
     arguments = parser.parse_args()
-    found = curves()
+    by_problem = curves()
     if arguments.figure is not None:
-        draw(found, arguments.figure)
-    print(json.dumps({title: {n: float(f"{v[-1]:.3g}") for n, v in by.items()} for title, by in found.items()}))
+        draw(by_problem, arguments.figure)
+    print(json.dumps({title: {n: float(f"{v[-1]:.3g}") for n, v in by.items()} for title, by in by_problem.items()}))
 
 
 if __name__ == "__main__":

@@ -68,13 +68,13 @@ def peak_of(case: str, space: str, batch_size: int, extra: list[str]) -> int:
         if case in ALONE:
             task = Train(ALONE[case][1], local_sgd(stage.config, 0, world.augment, balanced=False))
         weights = SharedWeights(state.weights(SUPERNET), state.version(SUPERNET))
-        kept = None
+        silo_state = None
         for round_ in range(2):
             report = run_assignment(
-                worker, Assignment(stage.name, round_, 0, "tier1", task, state=kept), weights, WeightedSums()
+                worker, Assignment(stage.name, round_, 0, "tier1", task, state=silo_state), weights, WeightedSums()
             )
             assert report.status == "ok", report.error
-            kept = report.state
+            silo_state = report.state
         return (report.peak_memory_bytes or 0) - before
 
 
@@ -97,11 +97,11 @@ def main() -> None:
     parser.add_argument("--case", choices=[*CASES], help="measure this case alone and print its bytes")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("overrides", nargs="*", help="configuration for all cases, such as space.channels=8")
-    given = parser.parse_args()
-    if given.case:
-        print(peak_of(given.case, CASES[given.case], given.batch_size, given.overrides))
+    args = parser.parse_args()
+    if args.case:
+        print(peak_of(args.case, CASES[args.case], args.batch_size, args.overrides))
         return
-    figures = measure(given.batch_size, given.overrides)
+    figures = measure(args.batch_size, args.overrides)
     for name, value in figures.items():
         print(f"{name:>24}  {value:.2f}")
     print(json.dumps(figures))

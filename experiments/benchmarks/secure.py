@@ -77,7 +77,7 @@ def main() -> None:
     step_s, _ = timed(lambda: module(x).sum().backward())
     down, up = secure.message_bytes
     model = bytes_of(plain[0].tensors)
-    found = {
+    figures = {
         "update_bytes": model,
         "more_bytes_down": down,
         "more_bytes_up": up,
@@ -88,7 +88,7 @@ def main() -> None:
         "masking_s": round(mask_s, 4),
         "server_s": round(all_s, 4),
     }
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def measured(overrides: list[str], *, profile: bool) -> list[float]:
     plan = stage.plan(state)
     worker, weights = Worker(world.spec), SharedWeights(state.groups[plan.group].tensors, "v0")
     clients = [a for a in plan.assignments if a.client_id is not None]
-    found = []
+    step_ms = []
     for number in range(CLIENTS + 1):
         if profile and number == CLIENTS:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watch:
@@ -103,8 +103,8 @@ def measured(overrides: list[str], *, profile: bool) -> list[float]:
         report = run_assignment(worker, clients[number % len(clients)], weights, WeightedSums())
         if report.status != "ok":
             raise SystemExit(report.traceback or report.error)
-        found.append(1e3 * (report.wall_s or 0.0) / report.steps)
-    return found[1:]
+        step_ms.append(1e3 * (report.wall_s or 0.0) / report.steps)
+    return step_ms[1:]
 
 
 if __name__ == "__main__":

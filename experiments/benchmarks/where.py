@@ -27,7 +27,7 @@ from fedloom.actors import pool
 from fedloom.actors.address import stay_on_loopback
 from fedloom.actors.cluster import connected
 from fedloom.actors.server import make_pool
-from fedloom.experiments.benchmarks.overhead import CASES, run_config
+from fedloom.experiments.benchmarks.cases import CASES, run_config
 from fedloom.experiments.benchmarks.processes import printed
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients import execution

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from fedloom.experiments.benchmarks.overhead import Case, run_config
+from fedloom.experiments.benchmarks.cases import Case, run_config
 from fedloom.platform.runs.run import Watcher, make_serial, start_run
 
 
