@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.report.content import Block
 from fedloom.experiments.report.wording import ABSENT, si
 from fedloom.experiments.reproduce.claims import NOT_RUN, STATES, Verdict, in_the_paper
-from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, PAPER, SCALES, SMALL, Item, read_yaml
+from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, PAPER, SCALES, SMALL, Item, read_counted
 from fedloom.experiments.reproduce.outcome import Outcome, outcome_of
 from fedloom.experiments.reproduce.plan import Asked, missing_data, parts_of
 from fedloom.experiments.reproduce.records import record_of
@@ -90,13 +89,6 @@ class Need:
 UNKNOWN = Need(None, (), ())
 
 
-@cache
-def counted_work() -> Mapping[str, Mapping[str, float]]:
-    """The MACs by item and scale of the runs that are the item's own."""
-    known: Mapping[str, Mapping[str, float]] = read_yaml(WORK.read_text()) if WORK.exists() else {}
-    return known
-
-
 def need_of(item: Item, scale: str) -> Need:
     """What an item needs at a scale."""
     if not item.needs_runs:
@@ -105,7 +97,7 @@ def need_of(item: Item, scale: str) -> Need:
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
     run_by = dict.fromkeys(item.scales[scale].run_by.values())
-    known = [macs for name in run_by if (macs := counted_work().get(name, {}).get(scale)) is not None]
+    known = [macs for name in run_by if (macs := read_counted(WORK).get(name, {}).get(scale)) is not None]
     try:
         record = record_of(item, Asked(scale))
     except ValueError:  # a damaged record is refused where records are asked for

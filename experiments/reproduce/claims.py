@@ -22,10 +22,9 @@ from fedloom.experiments.reproduce.items import (
     Item,
     Less,
     Monotone,
-    Operand,
     Spot,
 )
-from fedloom.experiments.reproduce.measure import NOTHING, Measured, at, combined, paired
+from fedloom.experiments.reproduce.measure import Measured, at, combined, paired
 
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_RUN = "shown", "not shown", "contradicted", "not run"
 STATES = (CONTRADICTED, NOT_RUN, NOT_SHOWN, SHOWN)
@@ -156,13 +155,13 @@ def _of_pairs(pairs: Sequence[tuple[float, float]], is_exact: bool) -> Interval 
 
 
 def _findings(check: Check, measured: Mapping[str, Measured], item: Item, settings: Sequence[str]) -> Iterator[Finding]:
-    quantity = _operand(measured, check.operand)
+    quantity = at(measured, check.operand)
     if isinstance(check, Monotone):
         yield from _monotone(check, quantity, settings)
         return
     for spot in _spots(check, quantity, settings):
         if isinstance(check, Comparison):
-            other = _operand(measured, check.other)
+            other = at(measured, check.other)
             pairs = [*paired(quantity, other, spot).values()]
             interval = _of_pairs(pairs, quantity.is_exact and other.is_exact)
         else:
@@ -197,10 +196,6 @@ def _bounds(check: Check, published: float | None) -> tuple[float, float] | None
             half = abs(middle) * size if is_share else size
             return middle - half, middle + half
     raise AssertionError(f"{check} has no bounds")
-
-
-def _operand(measured: Mapping[str, Measured], operand: Operand) -> Measured:
-    return at(measured.get(operand.quantity, NOTHING), operand)
 
 
 def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Spot]:

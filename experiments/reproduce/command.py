@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from fedloom.experiments.report.content import rich_block
-from fedloom.experiments.report.pages import ReportFiles
 from fedloom.experiments.reproduce.board import (
-    Entry,
     board_json,
     claims_block,
     entries,
@@ -70,7 +68,11 @@ def _overview(items: Sequence[Item], args: Namespace) -> int:
     """Shows items with what they need, or their claims, with `--out` also as a page, whose figures take a minute."""
     tell = None if args.json or args.list else tell_at_once
     board = entries(args.results, items, tell, counting=args.scoreboard, recorded=args.recorded)
-    files = _page(board, args.results, args.out) if args.out is not None else None
+    files = None
+    if args.out is not None:
+        from fedloom.experiments.reproduce.page import write_page  # imports matplotlib
+
+        files = write_page(board, args.results, args.out)
     if args.json:
         paths = {} if files is None else {"html": str(files.html), "markdown": str(files.markdown)}
         write_json({**board_json(board), **paths})
@@ -89,12 +91,6 @@ def _overview(items: Sequence[Item], args: Namespace) -> int:
     for file in () if files is None else (files.html, files.markdown, files.latex):
         screen.print(str(file))
     return OK
-
-
-def _page(board: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
-    from fedloom.experiments.reproduce.page import write_page  # imports matplotlib
-
-    return write_page(board, results, out)
 
 
 def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:

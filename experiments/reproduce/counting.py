@@ -16,17 +16,17 @@ from fedloom.platform.runs.sources import source_hash
 Facts = Callable[[Sequence[str]], Mapping[str, Any]]
 """Counts the facts of a configuration, given as overrides `key=value`; all figures are numbers, or by place."""
 
-_HERE = "fedloom.experiments.reproduce"
+_HERE = "fedloom.experiments.reproduce.facts"
 FACTS: Mapping[str, Facts] = Shipped(
     {
-        "space": f"{_HERE}.facts:space_facts",
-        "family": f"{_HERE}.facts:family_facts",
-        "partition": f"{_HERE}.facts:partition_facts",
-        "training": f"{_HERE}.facts:training_facts",
-        "work": f"{_HERE}.facts:work_facts",
-        "searches": f"{_HERE}.facts:search_facts",
-        "elastic_round": f"{_HERE}.traffic:elastic_round_facts",
-        "accounts": f"{_HERE}.traffic:accounts",
+        "space": f"{_HERE}:space_facts",
+        "family": f"{_HERE}:family_facts",
+        "partition": f"{_HERE}:partition_facts",
+        "training": f"{_HERE}:training_facts",
+        "work": f"{_HERE}:work_facts",
+        "searches": f"{_HERE}:search_facts",
+        "elastic_round": f"{_HERE}:elastic_round_facts",
+        "accounts": f"{_HERE}:accounts",
     }
 )
 """The functions that an item's `count: {from: NAME}` may name, imported when they count: that takes seconds."""

@@ -61,6 +61,13 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
+@cache
+def read_counted(file: Path) -> Mapping[str, Mapping[str, Any]]:
+    """What was counted without training, by item and scale, as a file of fedloom's keeps it."""
+    counts: Mapping[str, Mapping[str, Any]] = read_yaml(file.read_text()) if file.exists() else {}
+    return counts
+
+
 # -- the entries of a file ---------------------------------------------------------------------------------------------
 
 
@@ -74,14 +81,14 @@ def _one_of(words: Collection[str]) -> AfterValidator:
     return AfterValidator(checked)
 
 
-def _as_number(given: Any) -> Any:
-    if isinstance(given, bool):
+def _as_number(value: Any) -> Any:
+    if isinstance(value, bool):
         raise PydanticCustomError("needed", "a number")
-    return given  # pydantic reads texts, too, as which YAML reads 1e6
+    return value  # pydantic reads texts, too, as which YAML reads 1e6
 
 
-def _as_list(given: Any) -> Any:
-    return given if isinstance(given, list | tuple) else [given]
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -209,8 +216,8 @@ class Operand(Entry):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_named(cls, given: Any) -> Any:
-        return {"of": given} if isinstance(given, str) else given
+    def _is_named(cls, value: Any) -> Any:
+        return {"of": value} if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -233,19 +240,19 @@ class Published:
     std: float | None = None
 
 
-def _published(given: Any) -> Published:
-    numbers = given if isinstance(given, list) and len(given) == 2 else [given]
+def _published(value: Any) -> Published:
+    numbers = value if isinstance(value, list) and len(value) == 2 else [value]
     try:
         return Published(*map(float, map(_as_number, numbers)))
     except (TypeError, ValueError):
-        words = "a number, or [number, standard deviation]" if isinstance(given, list) else "a number"
+        words = "a number, or [number, standard deviation]" if isinstance(value, list) else "a number"
         raise PydanticCustomError("needed", "{words}", {"words": words}) from None
 
 
-def _two(given: Any) -> Any:
-    if not isinstance(given, list) or len(given) != 2:
+def _two(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) != 2:
         raise PydanticCustomError("needed", "a list of two quantities")
-    return given
+    return value
 
 
 Two = Annotated[tuple[Operand, Operand], BeforeValidator(_two)]
@@ -269,7 +276,7 @@ class Quantity(Entry):
             str,
             Annotated[
                 dict[str, Annotated[Published, PlainValidator(_published)]],
-                BeforeValidator(lambda given: given if isinstance(given, Mapping) else {ONLY: given}),
+                BeforeValidator(lambda value: value if isinstance(value, Mapping) else {ONLY: value}),
             ],
         ],
         Field(alias="published"),
@@ -341,10 +348,10 @@ class AtMost(Check):
     value: Number
 
 
-def _tolerance(given: Any) -> tuple[float, bool]:
-    share = re.fullmatch(r"([0-9.]+) ?%", given) if isinstance(given, str) else None
+def _tolerance(value: Any) -> tuple[float, bool]:
+    share = re.fullmatch(r"([0-9.]+) ?%", value) if isinstance(value, str) else None
     try:
-        return (float(share[1]) / 100, True) if share else (float(_as_number(given)), False)
+        return (float(share[1]) / 100, True) if share else (float(_as_number(value)), False)
     except (TypeError, ValueError):
         raise PydanticCustomError("needed", "a number, or a share such as 10 %") from None
 
@@ -357,7 +364,7 @@ class Band(Check):
         tolerance: in the quantity's unit, or a share of the target, such as 10 %; and whether it is a share.
     """
 
-    target: Annotated[float | None, BeforeValidator(lambda given: None if given == "published" else _as_number(given))]
+    target: Annotated[float | None, BeforeValidator(lambda value: None if value == "published" else _as_number(value))]
     tolerance: Annotated[tuple[float, bool], PlainValidator(_tolerance)]
 
 
@@ -435,7 +442,7 @@ class ItemEntry(Entry):
 def _refusal(error: ValidationError) -> str:
     """The first mistake in one line: where it is, what was given, and what is allowed."""
     first: ErrorDetails = error.errors()[0]
-    kind, given, words = first["type"], first["input"], first["msg"]
+    kind, value, words = first["type"], first["input"], first["msg"]
     parts = [f" {part + 1}" if isinstance(part, int) else f": {part}" for part in first["loc"]]
     where = "".join(parts).removeprefix(": ")
     if kind == "missing":
@@ -443,9 +450,9 @@ def _refusal(error: ValidationError) -> str:
     if kind == "value_error":
         return f"{where}: {first['ctx']['error']}" if where else str(first["ctx"]["error"])
     if kind == "choice":
-        return f"{where}={shown(given)}{words}"
+        return f"{where}={shown(value)}{words}"
     needed = next((needed for begin, needed in NEEDED.items() if kind.startswith(begin)), words)
-    return f"{where} is {shown(given)}: give {needed}"
+    return f"{where} is {shown(value)}: give {needed}"
 
 
 NEEDED = {
@@ -549,14 +556,6 @@ class Item:
         """Whether anything of it is read from runs; otherwise it is counted in seconds."""
         return any(isinstance(quantity.source, Read) for quantity in self.quantities.values())
 
-    def scale_for(self, wanted: str) -> str:
-        """The scale that counts for the wanted one: what needs no training is counted at the paper's scale alone."""
-        return wanted if wanted in self.scales else next(iter(self.scales))
-
-    def claims_at(self, scale: str) -> list[Claim]:
-        """The claims that are made at a scale."""
-        return [claim for claim in self.claims if scale in (claim.scales or self.scales)]
-
 
 def item_names(folder: Path = ITEMS) -> list[str]:
     """The names of all items, such as fedoras/tab6, by paper and in the order of their files."""
@@ -656,7 +655,7 @@ def _scales(by_item: Mapping[str, RunsEntry], where: str) -> dict[str, Scale]:
     """The runs of all items as one scale each; ValueError if they have a setting twice, or other seeds or overrides."""
     scales: dict[str, Scale] = {}
     for scale_name in SCALES:
-        place = f"{where}: {scale_name}"
+        at_scale = f"{where}: {scale_name}"
         for name, runs in by_item.items():
             entry: ScaleEntry | None = getattr(runs, scale_name)
             if entry is None:
@@ -664,9 +663,9 @@ def _scales(by_item: Mapping[str, RunsEntry], where: str) -> dict[str, Scale]:
             run_by = dict.fromkeys(entry.settings, name)
             scale = Scale(entry.experiment, entry.settings, entry.seeds, entry.overrides, run_by)
             before = scales.get(scale_name)
-            scales[scale_name] = scale if before is None else _together(before, scale, name, place)
+            scales[scale_name] = scale if before is None else _together(before, scale, name, at_scale)
         if scale_name in scales:
-            _check_starts(scales[scale_name], place)
+            _check_starts(scales[scale_name], at_scale)
     return scales
 
 
@@ -706,9 +705,9 @@ def _check_quantities(item: Item, where: str) -> None:
     for name, quantity in item.quantities.items():
         if isinstance(quantity.source, Combined):
             for operand in (quantity.source.first, quantity.source.second):
-                place = f"{where}: quantities: {name}: "
-                _check_known([operand.quantity], above, "quantity above it", place)
-                _check_known(filter(None, [operand.setting]), settings, "setting", place)
+                entry = f"{where}: quantities: {name}: "
+                _check_known([operand.quantity], above, "quantity above it", entry)
+                _check_known(filter(None, [operand.setting]), settings, "setting", entry)
         elif quantity.source is not None and item.missing:
             raise ValueError(f"{item.name}: {name} is measured, but missing says that it cannot be run")
         above.append(name)
@@ -719,20 +718,20 @@ def _check_quantities(item: Item, where: str) -> None:
 def _check_claims(item: Item, where: str) -> None:
     """Raises ValueError for claims of scales, quantities or settings that are not there, or of what is not measured."""
     for number, claim in enumerate(item.claims, 1):
-        place = f"{where}: claims {number}"
-        _check_known(claim.scales, [*item.scales], "scale", f"{place}: ")
+        entry = f"{where}: claims {number}"
+        _check_known(claim.scales, [*item.scales], "scale", f"{entry}: ")
         for check in claim.checks:
             operands = [check.operand, *([check.other] if isinstance(check, Comparison) else [])]
-            _check_known([operand.quantity for operand in operands], [*item.quantities], "quantity", f"{place}: ")
+            _check_known([operand.quantity for operand in operands], [*item.quantities], "quantity", f"{entry}: ")
             settings = [*filter(None, (operand.setting for operand in operands)), *check.settings]
             if isinstance(check, Monotone) and check.along == "settings":
                 settings += check.order
             for scale in claim.scales or item.scales:
-                _check_known(settings, [*item.scales[scale].settings], "setting", f"{place}, at scale {scale}: ")
+                _check_known(settings, [*item.scales[scale].settings], "setting", f"{entry}, at scale {scale}: ")
             for operand in operands:
                 if item.quantities[operand.quantity].source is None and not item.missing:
                     raise ValueError(
-                        f"{place}: {operand.quantity} is only published: a claim compares what is measured"
+                        f"{entry}: {operand.quantity} is only published: a claim compares what is measured"
                     )
 
 

@@ -127,15 +127,16 @@ def lacking(counted: Counted, scale: Scale, setting: str) -> str:
 
 def combined(source: Combined, known: Mapping[str, Measured]) -> Measured:
     """The ratio or the difference of two quantities, or their rank correlation over places, seed by seed."""
-    first, second = (at(known.get(o.quantity, NOTHING), o) for o in (source.first, source.second))
+    first, second = at(known, source.first), at(known, source.second)
     if source.kind == "tau":
         return _rank_correlation(first, second)
     values: dict[Spot, dict[int, float]] = {}
     for spot in first.values:
-        both = paired(first, second, spot)
-        by_seed = {seed: _apply(source.kind, *pair) for seed, pair in both.items()}
-        if by_seed:
-            values[spot] = by_seed
+        pairs = paired(first, second, spot)
+        if pairs and source.kind == "difference":
+            values[spot] = {seed: one - other for seed, (one, other) in pairs.items()}
+        elif pairs:
+            values[spot] = {seed: one / other if other else math.nan for seed, (one, other) in pairs.items()}
     return Measured(values, first.is_exact and second.is_exact)
 
 
@@ -152,22 +153,13 @@ def _rank_correlation(first: Measured, second: Measured) -> Measured:
     return Measured(values, first.is_exact and second.is_exact)
 
 
-def _apply(kind: str, first: float, second: float) -> float:
-    if kind == "difference":
-        return first - second
-    return first / second if second else math.nan
-
-
-def at(quantity: Measured, operand: Operand) -> Measured:
-    """The quantity where the operand names it; a named setting or place is the spot's no longer: it is "" there."""
-
-    def named(spot: Spot) -> bool:
-        return operand.setting in (None, spot[0]) and operand.place in (None, spot[1])
-
+def at(known: Mapping[str, Measured], operand: Operand) -> Measured:
+    """An operand's quantity where it names it; a named setting or place is the spot's no longer: it is "" there."""
+    quantity = known.get(operand.quantity, NOTHING)
     values = {
         ("" if operand.setting is not None else setting, "" if operand.place is not None else place): by_seed
         for (setting, place), by_seed in quantity.values.items()
-        if named((setting, place))
+        if operand.setting in (None, setting) and operand.place in (None, place)
     }
     return replace(quantity, values=values)
 

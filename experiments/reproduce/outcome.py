@@ -82,7 +82,11 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
         scale=asked.scale,
         is_own=asked.is_own,
         rows=tuple(_rows(item, scale, values)),
-        verdicts=tuple(verdict(claim, values, item, [*scale.settings]) for claim in item.claims_at(asked.scale)),
+        verdicts=tuple(
+            verdict(claim, values, item, [*scale.settings])
+            for claim in item.claims
+            if asked.scale in (claim.scales or item.scales)
+        ),
         missing=tuple(dict.fromkeys([*_lacks(item, scale, parts, results, asked.free), *old])),
         runs=(sum(len(done.places) for done in runs), planned),
         record=record,

@@ -67,7 +67,8 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
     scale_name = words.get(SCALE, SMALL)
     if scale_name not in SCALES:
         raise ValueError(f"scale={scale_name}: there are {' and '.join(SCALES)}")
-    scale_name = item.scale_for(scale_name)
+    if scale_name not in item.scales:  # what needs no training is counted at the paper's scale alone
+        scale_name = next(iter(item.scales))
     scale = item.scales[scale_name]
     seeds: tuple[int, ...] = ()
     if SEEDS in words:

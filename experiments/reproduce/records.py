@@ -7,13 +7,12 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.analysis.tables import load_paths
-from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Item, Read, Scale, read_yaml
+from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Item, Read, Scale, read_counted
 from fedloom.experiments.reproduce.measure import Runs, Values, done_runs, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
 from fedloom.experiments.store.ablations import FOLDER as ABLATIONS, read_ablation
@@ -107,13 +106,6 @@ def record_of(item: Item, asked: Asked) -> Record | None:
     return replace(record, runs=(record.runs[0], planned)) if is_same else None
 
 
-@cache
-def counted_before() -> Mapping[str, Any]:
-    """The content of `COUNTED`."""
-    known: Mapping[str, Any] = read_yaml(COUNTED.read_text()) if COUNTED.exists() else {}
-    return known
-
-
 def recorded_counts(item: Item, scale: Scale, asked: Asked) -> dict[str, Values]:
     """The counted quantities of one of fedloom's own items, as exact values of the first seed.
 
@@ -121,14 +113,14 @@ def recorded_counts(item: Item, scale: Scale, asked: Asked) -> dict[str, Values]
     """
     if not asked.is_own or not item.file.is_relative_to(ITEMS):
         return {}
-    known = counted_before().get(item.name, {}).get(asked.scale, {})
+    counts = read_counted(COUNTED).get(item.name, {}).get(asked.scale, {})
     return {
         quantity: {
             (setting, place): {scale.seeds[0]: float(value)}
             for setting, places in settings.items()
             for place, value in places.items()
         }
-        for quantity, entry in known.items()
+        for quantity, entry in counts.items()
         if entry["of"] == counted_of(item, scale, quantity)
         for settings in [entry["values"]]
     }
@@ -193,18 +185,6 @@ def computed(scale: Scale) -> str:
     configs = [_without_defaults(_computed_by(scale, setting)) for setting in scale.settings]
     content = json.dumps([configs, scale.seeds], sort_keys=True)
     return sha256(content.encode()).hexdigest()[:16]
-
-
-def other_than(config: Mapping[str, Any], scale: Scale, setting: str) -> str:
-    """What a run computed otherwise than the item asks for now, as its presets have changed; empty if nothing.
-
-    Keys that the run's configuration does not know are newer than it, and do not count; nor does the seed, nor the run
-    that it started from, which is another one with every seed.
-    """
-    from fedloom.platform.runs.resuming import what_is_computed  # imports torch
-
-    now = json.loads(json.dumps(_computed_by(scale, setting)))
-    return ", ".join(_changed(what_is_computed(config), now))
 
 
 def _computed_by(scale: Scale, setting: str) -> dict[str, Any]:
@@ -303,11 +283,18 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
 
 
 def _check_presets(part: Part, done: Runs, results: Path) -> None:
-    """Raises ValueError for runs that were of other presets than today's, whose values would be taken for theirs."""
+    """Raises ValueError for runs that were of other presets than today's, whose values would be taken for theirs.
+
+    Keys that a run's configuration does not know are newer than it, and do not count; nor does the seed, nor the run
+    that it started from, which is another one with every seed.
+    """
+    from fedloom.platform.runs.resuming import what_is_computed  # imports torch
+
     trials = read_ablation(results / ABLATIONS / part.ablation_id).trials
     configs = {done.places[trial.run_id][0]: trial.config for trial in trials if trial.run_id in done.places}
     for setting, config in configs.items():
-        if changed := other_than(config, part.scale, setting):
+        now = json.loads(json.dumps(_computed_by(part.scale, setting)))
+        if changed := ", ".join(_changed(what_is_computed(config), now)):
             raise ValueError(
                 f"the runs in {results} differ from what {part.scale.experiment} ({setting}) is now in {changed}: "
                 "run the item in another results folder, and record that"

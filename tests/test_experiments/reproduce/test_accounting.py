@@ -2,8 +2,8 @@
 
 import pytest
 
+from fedloom.experiments.reproduce.facts import accounts, fedoras_accounts
 from fedloom.experiments.reproduce.items import load_item
-from fedloom.experiments.reproduce.traffic import accounts, fedoras_accounts
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.registry import build_space

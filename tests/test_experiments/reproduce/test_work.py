@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from fedloom.experiments.cli import main
-from fedloom.experiments.reproduce.board import WORK, counted_work, need_of
+from fedloom.experiments.reproduce.board import WORK, need_of
 from fedloom.experiments.reproduce.counting import SIZES, facts_of
-from fedloom.experiments.reproduce.items import Counted, Item, Scale, all_items, load_item
+from fedloom.experiments.reproduce.items import Counted, Item, Scale, all_items, load_item, read_counted
 from fedloom.experiments.reproduce.measure import measured
 from fedloom.experiments.reproduce.plan import Asked, missing_data
-from fedloom.experiments.reproduce.records import COUNTED, counted_before, counted_of, recorded_counts
+from fedloom.experiments.reproduce.records import COUNTED, counted_of, recorded_counts
 from fedloom.experiments.runs.configuration import compose_config
 
 QUICK = ("fedoras/tab21", "superfed/fig8")
@@ -64,7 +64,7 @@ def own() -> list[Item]:
 
 def test_the_work_of_every_item_is_recorded(own: list[Item]) -> None:
     if items := to_record(own):
-        work = dict(counted_work())
+        work = dict(read_counted(WORK))
         for item in items:
             macs = {name: counted(scale) for name, scale in own_scales(item).items()}
             work[item.name] = {name: float(f"{value:.3g}") for name, value in macs.items() if value is not None}
@@ -72,8 +72,8 @@ def test_the_work_of_every_item_is_recorded(own: list[Item]) -> None:
             "# MACs of all runs of an item: a training step counts as three passes. A test counts and records them.\n"
         )
         WORK.write_text(head + yaml.safe_dump(work, sort_keys=True))
-        counted_work.cache_clear()
-    assert {item.name for item in own} == {*counted_work()}
+        read_counted.cache_clear()
+    assert {item.name for item in own} == {*read_counted(WORK)}
 
 
 def test_the_small_scale_fits_a_laptop(own: list[Item]) -> None:
@@ -88,7 +88,7 @@ def test_the_recorded_work_is_what_is_counted(own: list[Item]) -> None:
     for item in (item for item in own if item.name in QUICK):
         for name, scale in own_scales(item).items():
             if (macs := counted(scale)) is not None:
-                assert counted_work()[item.name][name] == pytest.approx(macs, rel=0.01), (item.name, name)
+                assert read_counted(WORK)[item.name][name] == pytest.approx(macs, rel=0.01), (item.name, name)
 
 
 # -- quantities that are counted --------------------------------------------------------------------------------------
@@ -115,12 +115,12 @@ def counted_alone(item: Item) -> Item:
 def test_what_is_counted_is_recorded() -> None:
     items = [item for item in all_items() if counted_alone(item).quantities]
     if named := to_record(items):
-        known = {**counted_before(), **{item.name: counts(item) for item in named}}
+        known = {**read_counted(COUNTED), **{item.name: counts(item) for item in named}}
         head = "# What is counted without training, for --recorded. A test counts and records it.\n"
         COUNTED.write_text(head + yaml.safe_dump(known, sort_keys=True))
-        counted_before.cache_clear()
+        read_counted.cache_clear()
     assert {item.name: counts(item) for item in named or items} == {
-        name: values for name, values in counted_before().items() if not named or name in {i.name for i in named}
+        name: values for name, values in read_counted(COUNTED).items() if not named or name in {i.name for i in named}
     }
 
 
@@ -139,7 +139,7 @@ def test_a_board_of_what_is_recorded_counts_nothing(monkeypatch: pytest.MonkeyPa
         raise AssertionError("counted, or drawn")
 
     monkeypatch.setattr("fedloom.experiments.reproduce.measure.facts_of", refuse)
-    monkeypatch.setattr("fedloom.experiments.reproduce.command._page", refuse)
+    monkeypatch.setattr("fedloom.experiments.reproduce.page.write_page", refuse)
     with pytest.raises(SystemExit) as ended:
         main(
             [
