@@ -37,16 +37,19 @@ from fedloom.experiments.analysis.subnets import labels_of
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, SEARCH, Tables, natural, real_rounds, shown_models
 from fedloom.experiments.report.clients import failures_block
 from fedloom.experiments.report.content import REFRESH_S, Block, Content, Picture, RunFacts, rich_block
-from fedloom.experiments.report.convergence import KINDS
 from fedloom.experiments.report.drawing import (
     COUNTS,
     DASHED,
     INK,
     LEGEND,
     MARKERS,
-    SERIES,
+    above,
+    grid_of,
+    heading,
+    legend_below,
     legend_line,
     legend_patch,
+    looks,
     model_colours,
     new_figure,
     quiet,
@@ -55,6 +58,7 @@ from fedloom.experiments.report.drawing import (
 )
 from fedloom.experiments.report.outcomes import FRONTS, Groups, outcomes_block, outcomes_figure
 from fedloom.experiments.report.pages import ReportFiles, write_content
+from fedloom.experiments.report.rounds import KINDS
 from fedloom.experiments.report.runs import records
 from fedloom.experiments.report.subnets import LOGARITHMIC_FROM
 from fedloom.experiments.report.wording import (
@@ -80,7 +84,7 @@ from fedloom.platform.results.store import output_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -248,22 +252,13 @@ _MOST_TICKS = 5
 """Maximum number of numeric values with a tick each; for more values matplotlib chooses the ticks."""
 
 
-def looks_of_values(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
-    """Colour and marker of each value of an axis."""
-    return dict(zip(values, zip(cycle(SERIES), cycle(MARKERS), strict=False), strict=False))
-
-
 def _line_handles(values: Sequence[Any]) -> list[Line2D]:
-    looks = looks_of_values(values).items()
-    return [legend_line(color=c, marker=m, markersize=5, label=short(value)) for value, (c, m) in looks]
+    drawn = looks(values).items()
+    return [legend_line(color=c, marker=m, markersize=5, label=short(value)) for value, (c, m) in drawn]
 
 
 def _bar_handles(values: Sequence[Any]) -> list[Patch]:
-    return [legend_patch(color=colour, label=short(value)) for value, (colour, _) in looks_of_values(values).items()]
-
-
-def _legend_below(part: Figure | SubFigure, title: str, handles: Sequence[Line2D | Patch]) -> None:
-    part.legend(handles=handles, title=title, loc="outside lower center", ncols=min(len(handles), 6), **LEGEND)
+    return [legend_patch(color=colour, label=short(value)) for value, (colour, _) in looks(values).items()]
 
 
 def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch]) -> None:
@@ -276,12 +271,8 @@ def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch]) -> 
 
 def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
     columns = min(count, _MOST_COLUMNS)
-    lines = -(-count // columns)
-    figure = new_figure((0.8 + _PANEL_IN * max(columns, 1.3), height * lines))
-    panels = list(figure.subplots(lines, columns, squeeze=False).ravel())
-    for axes in panels[count:]:
-        axes.set_axis_off()
-    return figure, panels[:count]
+    figure = new_figure((0.8 + _PANEL_IN * max(columns, 1.3), height * -(-count // columns)))
+    return figure, grid_of(figure, count, columns)
 
 
 def _limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
@@ -325,7 +316,7 @@ def macs_figure(study: Study) -> Figure | None:
     for i, (axes, (axis, rows)) in enumerate(zip(panels, rows_of.items(), strict=True)):
         values = study.values(axis)
         width = float(rows["macs"].max() - rows["macs"].min()) or 1.0
-        for j, (value, (colour, marker)) in enumerate(looks_of_values(values).items()):
+        for j, (value, (colour, marker)) in enumerate(looks(values).items()):
             line = rows[rows[axis] == value].sort_values("macs")
             aside = j - (len(values) - 1) / 2  # offset, so that the bars of different lines do not overlap
             x = line["macs"] * 1.02**aside if logarithmic else line["macs"] + 0.009 * width * aside
@@ -367,7 +358,7 @@ def metric_figure(study: Study) -> Figure | None:
             axes.tick_params(axis="x", rotation=25)
     _limit(panels, list(rows_of.values()))
     handles = [legend_line(color=colours[m], marker=markers[m], markersize=5, label=model_name(m)) for m in models]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), **LEGEND)
+    legend_below(figure, handles, 4)
     return figure
 
 
@@ -410,7 +401,7 @@ def tiers_figure(study: Study) -> Figure | None:
             axes.grid(False, axis="x")
             axes.tick_params(labelleft=not i)
             axes.set_ylim(_bar_floor(list(rows_of.values())), 101)
-        _legend_below(part, axis, _bar_handles(study.values(axis)))
+        legend_below(part, _bar_handles(study.values(axis)), 6, axis)
     return figure
 
 
@@ -422,7 +413,7 @@ def _bars(axes: Axes, rows: pd.DataFrame, axis: str, study: Study) -> None:
         groups.sort(key=natural)
     values = study.values(axis)
     width = 0.8 / len(values)
-    for i, (value, (colour, _)) in enumerate(looks_of_values(values).items()):
+    for i, (value, (colour, _)) in enumerate(looks(values).items()):
         shown = rows[rows[axis] == value]
         at = np.array([groups.index(group) for group in shown["group"]]) + (i - (len(values) - 1) / 2) * width
         axes.bar(at, 100 * shown["mean"], 0.9 * width, color=colour)
@@ -457,24 +448,23 @@ def stages_figure(study: Study) -> Figure | None:
     figure = new_figure((1.0 + 4.0 * max(len(columns), 1.5), 7.2))
     grid = figure.subplots(2, len(columns), squeeze=False, sharey="row", height_ratios=(1.35, 1))
     for i, value in enumerate(columns):
-        above, below = grid[0][i], grid[1][i]
-        _scatter(above, scored[scored[first] == value], second, study.values(second))
-        quiet(above, xlabel="steps", ylabel="" if i else "validation accuracy (%)")
-        title: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
-        above.set_title(f"{first}={short(value)}", pad=18, **title)  # leaves room for the names of the phases
-        _bars(below, tested[tested[first] == value], second, study)
+        upper, lower = grid[0][i], grid[1][i]
+        _scatter(upper, scored[scored[first] == value], second, study.values(second))
+        quiet(upper, xlabel="steps", ylabel="" if i else "validation accuracy (%)")
+        heading(upper, f"{first}={short(value)}", pad=18)  # leaves room for the names of the phases
+        _bars(lower, tested[tested[first] == value], second, study)
         label = "" if i else f"test accuracy, {model_name(final_model(known)) or 'none yet'} (%)"
-        quiet(below, ylabel=label)
-        below.grid(False, axis="x")
-        below.set_ylim(_bar_floor([tested]), 101)
-    _legend_below(figure, second, _bar_handles(study.values(second)))
+        quiet(lower, ylabel=label)
+        lower.grid(False, axis="x")
+        lower.set_ylim(_bar_floor([tested]), 101)
+    legend_below(figure, _bar_handles(study.values(second)), 6, second)
     return figure
 
 
 def _scatter(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> None:
     # Shuffled deterministically by multiples of the golden ratio, so that no value's dots cover all others.
     mixed = rows.iloc[np.argsort(np.arange(len(rows)) * 0.618034 % 1.0, kind="stable")]
-    colours = {value: colour for value, (colour, _) in looks_of_values(values).items()}
+    colours = {value: colour for value, (colour, _) in looks(values).items()}
     dots: dict[str, Any] = {"s": 7, "alpha": 0.3, "linewidths": 0, "rasterized": True}
     axes.scatter(mixed["step"], 100 * mixed["accuracy"], c=[colours[v] for v in mixed[axis]], **dots)
     training = rows[rows["phase"] != SEARCH]
@@ -486,11 +476,9 @@ def _scatter(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> No
         return
     begin, end = float(searched.min()), float(searched.max())
     axes.axvline(begin - 0.5, color="#9A9A9A", linewidth=0.9, linestyle=":")
-    style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8.5, "color": "#6B6B6B"}
-    style |= {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
     if begin > 1:
-        axes.annotate("supernet training", (begin / 2, 1.0), **style)
-    axes.annotate("search", ((begin + end) / 2, 1.0), **style)
+        above(axes, "supernet training", begin / 2, 1.0, va="bottom")
+    above(axes, "search", (begin + end) / 2, 1.0, va="bottom")
 
 
 def rounds_figure(study: Study) -> Figure | None:
@@ -523,14 +511,14 @@ def _by_stage(study: Study, known: pd.DataFrame, x: str, xlabel: str) -> Figure 
         quiet(axes, title=stage_name(kind), xlabel=xlabel, ylabel="" if i else "accuracy (%)")
         if x == "rounds_done":
             whole_numbers(axes)
-    _legend_below(figure, study.title(first).replace("\n", " "), _line_handles(values))
+    legend_below(figure, _line_handles(values), 6, study.title(first).replace("\n", " "))
     return figure
 
 
 def _curves(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any], x_name: str) -> None:
     validated = rows[rows["series"] == "validation"]
     shown, style = (validated, "-") if len(validated) else (rows, DASHED)
-    for value, (colour, marker) in looks_of_values(values).items():
+    for value, (colour, marker) in looks(values).items():
         line = shown[shown[axis] == value]
         over = 100 * spread(line, ["rounds_done"], "metric")
         x = line.groupby("rounds_done")[x_name].mean().reindex(over.index).to_numpy(dtype=float)

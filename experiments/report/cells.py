@@ -16,7 +16,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
 from fedloom.experiments.analysis.silos import latest_architectures
 from fedloom.experiments.analysis.subnets import space_of
 from fedloom.experiments.analysis.tables import Tables, configuration
-from fedloom.experiments.report.drawing import BLUE, DPI, GREEN, GREY, INK, LEGEND, VERMILION
+from fedloom.experiments.report.drawing import BLUE, DPI, GREEN, GREY, INK, VERMILION, grid_of, heading, legend_below
 from fedloom.platform.spaces.darts import CELL_TYPES, DartsSpace
 from fedloom.platform.spaces.slices import Subspace
 
@@ -137,27 +137,24 @@ def _silos_in_words(silos: Sequence[int]) -> str:
 def cells_figure(cells: Sequence[Cell]) -> Figure:
     """Small multiples of the cells, two per row, with the operators' colours below."""
     columns = min(2, len(cells))
-    lines = -(-len(cells) // columns)
-    figure = Figure(figsize=(6.2 * columns, 0.6 + 2.9 * lines), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    figure = Figure(figsize=(6.2 * columns, 0.6 + 2.9 * -(-len(cells) // columns)), layout="constrained")
     drawn = [_rendered(dot_source(cell)) for cell in cells] if shutil.which("dot") else [None] * len(cells)
     images = [None if png is None else matplotlib.image.imread(BytesIO(png), format="png") for png in drawn]
     # All images have one scale, so that text has the same size.
     size = [max((image.shape[i] for image in images if image is not None), default=0) for i in (0, 1)]
-    for axes, cell, image in zip(grid, cells, images, strict=False):
-        axes.set_title(cell.title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+    for axes, cell, image in zip(grid_of(figure, len(cells), columns), cells, images, strict=True):
+        heading(axes, cell.title)
+        axes.set_axis_off()
         if image is None:
             _draw(axes, cell)
         else:
             axes.imshow(image, interpolation="antialiased")
             axes.set_xlim(0, size[1])
             axes.set_ylim(size[0], 0)
-    for axes in grid:
-        axes.set_axis_off()
     names = dict.fromkeys(name for cell in cells for edge in cell.edges for name in edge.operators)
     handles = [Line2D([], [], color=colour_of(n), linewidth=2.4, label=f"{SHORT.get(n, n)}: {n}") for n in names]
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), **LEGEND)
+        legend_below(figure, handles, 4)
     return figure
 
 

@@ -1,23 +1,27 @@
-"""The section of clients: fairness, the accuracy of every client, and clients that did not finish."""
+"""The section of clients and of what final evaluations say beside accuracy: fairness, failures, classes, and texts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from fedloom.experiments.analysis.clients import failures, fairness
+from fedloom.experiments.analysis.clients import failures, fairness, of_final_models, paragraphs, per_class
 from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import ALL_TIERS, Tables, natural, shown_models
 from fedloom.experiments.analysis.tiers import PERPLEXITY
 from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
-    LEGEND,
-    legend_line,
+    BLUE,
+    INK,
+    grid_of,
+    heading,
+    legend_below,
+    legend_mark,
     legend_patch,
     model_colours,
     multiples,
@@ -32,7 +36,9 @@ from fedloom.experiments.report.wording import (
     count,
     mean_over_seeds,
     model_name,
+    over_runs,
     percent,
+    sentence,
     setting_head,
     stage_name,
     two_digits,
@@ -40,7 +46,7 @@ from fedloom.experiments.report.wording import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -139,8 +145,8 @@ def clients_pictures(clients: pd.DataFrame, settings: Sequence[Setting]) -> Iter
             "Each dot is a client's accuracy on its own test data with its tier's model; the triangle marks the worst "
             "client of the tier. Clients without test samples are left out."
         )
-        over_runs = "The clients of all runs are shown together."
-        text = caption_of(settings, caption, over_runs, panels=PANELS)
+        together = "The clients of all runs are shown together."
+        text = caption_of(settings, caption, together, panels=PANELS)
         yield Picture("clients", "Accuracy per client", text, figure)
 
 
@@ -187,9 +193,129 @@ def _strip(axes: Axes, at: float, values: NDArray[np.float64], width: float, col
 def _clients_legend(figure: Figure, models: Sequence[str], columns: int) -> None:
     colours = model_colours(models)
     handles: list[Line2D | Patch] = [legend_patch(color=colours[m], label=model_name(m)) for m in models]
-    worst: dict[str, Any] = {"color": "none", "markerfacecolor": "white", "markeredgecolor": "black"}
-    handles.append(legend_line(marker="v", markersize=7, label="worst client", **worst))
+    handles.append(legend_mark("v", 7, "worst client"))
     handles.append(
         legend_patch(facecolor="#DDDDDD", label="middle half; line: median; whiskers: 5th to 95th percentile")
     )
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), columns), **LEGEND)
+    legend_below(figure, handles, columns)
+
+
+# -- classes and texts ------------------------------------------------------------------------------------------------
+
+MOST_COLUMNS = 10
+"""Tiers or targets beside each other; a table of more would not fit a page."""
+
+MOST_PARAGRAPHS = 12
+
+
+def class_blocks(tables: Tables, settings: Sequence[Setting]) -> list[Block]:
+    """Per setting, the accuracy of every class with the models that the method ends with, a column per tier."""
+    frame = per_class(tables)
+    return [block for setting in settings if (block := _class_block(of_final_models(setting.rows(frame)), setting))]
+
+
+def _class_block(rows: pd.DataFrame, setting: Setting) -> Block | None:
+    tiers = sorted(set(rows["tier"].astype(str)), key=natural)
+    if rows.empty or len(tiers) > MOST_COLUMNS:
+        return None
+    cells = []
+    for name in dict.fromkeys(rows["class_name"]):
+        of_class = rows[rows["class_name"] == name]
+        by_tier = {tier: of_class[of_class["tier"] == tier] for tier in tiers}
+        recalls = (mean_over_seeds(r, "recall", percent) if len(r) else ABSENT for r in by_tier.values())
+        cells.append((str(name), mean_over_seeds(by_tier[of_class["tier"].iloc[0]], "samples", count), *recalls))
+    model = model_name(str(rows["model"].iloc[0]))
+    text = (
+        f"Accuracy in % on the test samples of each class, {model}; {over_runs(setting)}.",
+        "Precision and F1: `analysis.per_class`.",
+    )
+    return Block(f"{setting.name}: classes", text, ("class", "samples", *tiers), tuple(cells), labels=1)
+
+
+def paragraph_block(tables: Tables, settings: Sequence[Setting]) -> Block:
+    """A paragraph by every tier's model of every setting's first run: what it goes on with after the same beginning."""
+    frame, rows = paragraphs(tables), []
+    for setting in settings:
+        of_run = of_final_models(frame[frame["run_id"] == setting.run_ids[0]])
+        for _, row in of_run.sort_values("tier", key=lambda names: names.map(natural), kind="stable").iterrows():
+            written = " ".join(f"[{row['given']}]{row['written']}".split())
+            rows.append((setting.name, str(row["tier"]), written, f"{row['loss']:.2f}"))
+    text = (
+        "What the models write after the beginning of a test text, in brackets, drawn token by token.",
+        sentence("loss: how surprising what they wrote is to themselves, in nats per token"),
+    )
+    heads = ("setting", "tier", "text", "loss")
+    return Block("Written by the models", text, heads, tuple(rows[:MOST_PARAGRAPHS]), labels=3)
+
+
+MOST_NUMBERS = 12
+"""Classes up to which the shares are written into the cells."""
+
+MOST_PANELS = 8
+
+
+def confusion_figure(confusions: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
+    """What share of each class (rows) was taken for each (columns), per tier; means over seeds. None without any.
+
+    `confusions` comes from `analysis.confusions`; the models are those that the method ends with.
+    """
+    parts_of = {s.name: of_final_models(s.rows(confusions)) for s in settings}
+    shown = [s for s in settings if 0 < parts_of[s.name]["tier"].nunique() <= MOST_PANELS]
+    if not shown:
+        return None
+    panels = max(parts_of[s.name]["tier"].nunique() for s in shown)
+    classes = max(parts_of[s.name]["class_name"].nunique() for s in shown)
+    across, side = min(panels, 2), max(4.4, 0.3 * classes + 1.6)
+    size = (across * side, -(-panels // across) * side)
+    figure, parts = multiples(shown, size, size)
+    for part, setting in zip(parts, shown, strict=True):
+        _panels(part, parts_of[setting.name], across)
+    return figure
+
+
+def confusion_pictures(confusions: pd.DataFrame, settings: Sequence[Setting]) -> Iterator[Picture]:
+    """The figure of an experiment; see `confusion_figure`."""
+    figure = confusion_figure(confusions, settings)
+    if figure is not None:
+        caption = (
+            "Percentage of the whole test set's samples of each class (rows) that the model predicts as each class "
+            "(columns), over all runs."
+        )
+        text = caption_of(settings, caption, panels=PANELS)
+        yield Picture("confusion", "Confusion matrix per tier", text, figure)
+
+
+def _panels(part: Figure | SubFigure, rows: pd.DataFrame, across: int) -> None:
+    tiers = tiers_in_order(rows["tier"])
+    for axes, tier in zip(grid_of(part, len(tiers), across), tiers, strict=True):
+        of_tier = rows[rows["tier"] == tier]
+        names = list(dict.fromkeys([*of_tier["class_name"], *of_tier["prediction"]]))
+        _matrix(axes, shares(of_tier, names), names, tier)
+
+
+def shares(rows: pd.DataFrame, names: Sequence[str]) -> NDArray[np.float64]:
+    """The share of each class (rows) that was taken for each (columns), over all seeds together."""
+    counts = rows.pivot_table(index="class_name", columns="prediction", values="count", aggfunc="sum", fill_value=0)
+    order = list(names)
+    table: NDArray[np.float64] = counts.reindex(index=order, columns=order, fill_value=0).to_numpy(dtype=np.float64)
+    of_class: NDArray[np.float64] = np.maximum(table.sum(axis=1, keepdims=True), 1.0)
+    return np.asarray(table / of_class)
+
+
+def _matrix(axes: Axes, table: NDArray[np.float64], names: Sequence[str], tier: str) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shades = LinearSegmentedColormap.from_list("shades", ["#FFFFFF", BLUE])
+    axes.imshow(table, cmap=shades, vmin=0, vmax=1, interpolation="nearest")
+    heading(axes, tier)
+    labels = [name if len(name) <= 14 else f"{name[:13]}…" for name in names]
+    axes.set_xticks(range(len(names)), labels, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(names)), labels, fontsize=8)
+    axes.set_xlabel("predicted", fontsize=9, color=INK)
+    axes.set_ylabel("class", fontsize=9, color=INK)
+    if len(names) > MOST_NUMBERS:
+        return
+    for row, column in zip(*np.nonzero(table >= 0.005), strict=True):
+        share = table[row, column]
+        colour = "white" if share > 0.55 else INK
+        axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7.5, color=colour)

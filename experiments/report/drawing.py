@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from io import BytesIO
@@ -14,7 +14,7 @@ from itertools import cycle
 from math import inf
 from multiprocessing import get_context, parent_process
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+T = TypeVar("T")
+
 # Okabe & Ito 2008: colours that readers with any common colour vision can distinguish.
 BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", "#222222"
 MODEL_COLOURS = {"supernet_init": GREY, "fine_tuned": BLUE, "rand_init": VERMILION}
@@ -38,6 +40,12 @@ SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK)
 """Colours of lines without a natural order."""
 
 MARKERS = "osD^vPX<>*"
+WITHOUT_STAR = MARKERS[:-1]
+"""Markers of lines where stars are the winners of searches."""
+
+LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
+"""Options of every legend."""
+
 DPI = 160
 
 PDF_FONTS = 42
@@ -58,11 +66,27 @@ def legend_line(**style: Any) -> Line2D:
     return Line2D([], [], **style)
 
 
+def legend_mark(
+    marker: str, size: float, label: str, *, face: str = "white", edge: str = "black", **style: Any
+) -> Line2D:
+    """A marker without a line for a legend, hollow unless a colour fills it."""
+    style |= {"color": "none", "markerfacecolor": face, "markeredgecolor": edge}
+    return legend_line(marker=marker, markersize=size, label=label, **style)
+
+
 def legend_patch(**style: Any) -> Patch:
     """A rectangle for a legend."""
     from matplotlib.patches import Patch
 
     return Patch(**style)
+
+
+def legend_below(
+    part: Figure | SubFigure, handles: Sequence[Line2D | Patch], columns: int = 1, title: str | None = None
+) -> None:
+    """Draws a legend of at most so many columns below all panels."""
+    columns = min(len(handles), columns)
+    part.legend(handles=handles, title=title, loc="outside lower center", ncols=columns, **LEGEND)
 
 
 def tint(colour: str) -> str:
@@ -93,9 +117,33 @@ def tier_markers(tiers: Sequence[str]) -> dict[str, str]:
     return {tier: MARKERS[i % len(MARKERS)] for i, tier in enumerate(tiers)}
 
 
+def heading(axes: Axes, text: str, *, pad: float | None = None) -> None:
+    """Titles a panel; `pad` is the room in points for what stands between them."""
+    axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=pad)
+
+
+def above(axes: Axes, text: str, x: float, y: float = 1.02, **style: Any) -> None:
+    """Writes small above a panel, at an x of its data."""
+    style |= {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
+    axes.annotate(text, (x, y), ha="center", fontsize=8.5, color="#6B6B6B", **style)
+
+
+def grid_of(part: Figure | SubFigure, count: int, columns: int) -> list[Axes]:
+    """So many panels, line by line; what is left of the last line stays empty."""
+    panels: list[Axes] = list(part.subplots(-(-count // columns), columns, squeeze=False).ravel())
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return panels[:count]
+
+
+def stars(axes: Axes, x: pd.Series[float], y: pd.Series[float], colour: str) -> None:
+    """Marks the winners of a search, in front of all else."""
+    axes.scatter(x, y, s=190, marker="*", color=colour, edgecolors="black", linewidths=0.9, zorder=5)
+
+
 def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") -> None:
     """Sets labels and draws a light grid behind the data, without a box."""
-    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+    heading(axes, title)
     axes.set_xlabel(xlabel, fontsize=10, color=INK)
     axes.set_ylabel(ylabel, fontsize=10, color=INK)
     axes.tick_params(labelsize=9, colors=INK, length=3)
@@ -154,9 +202,6 @@ def pdf(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
-"""Options of every legend."""
-
 COUNTS = {
     "": "",
     "k": " (thousands)",
@@ -183,14 +228,10 @@ TITLE_LETTERS, LEGEND_LETTERS = 11, 13
 LEGEND_LINE_IN = 0.2
 """Height of a line of a legend, in inches."""
 
-Look = dict[str, tuple[str, str]]
-"""Colour and marker by the name of the setting."""
 
-
-def looks(settings: Sequence[Setting], colours: Sequence[str] = SERIES) -> Look:
-    """A colour and a marker per setting; the last marker is reserved for the winners of searches."""
-    pairs = zip(cycle(colours), cycle(MARKERS[:-1]), strict=False)
-    return {s.name: pair for s, pair in zip(settings, pairs, strict=False)}
+def looks(names: Iterable[T], colours: Sequence[str] = SERIES, markers: str = MARKERS) -> dict[T, tuple[str, str]]:
+    """A colour and a marker for each of these values, which may be settings' names."""
+    return dict(zip(names, zip(cycle(colours), cycle(markers), strict=False), strict=False))
 
 
 def legend_text(text: str, width_in: float) -> str:
@@ -208,7 +249,9 @@ def setting_label(setting: Setting) -> str:
     return f"{setting.name}{runs_in_brief(setting)}"
 
 
-def setting_handles(settings: Sequence[Setting], drawn: Look, width_in: float, marker_size: float) -> list[Line2D]:
+def setting_handles(
+    settings: Sequence[Setting], drawn: Mapping[str, tuple[str, str]], width_in: float, marker_size: float
+) -> list[Line2D]:
     """Legend entries of the settings, for a figure of this width."""
     return [
         legend_line(color=colour, marker=marker, markersize=marker_size, label=legend_text(setting_label(s), width_in))

@@ -15,10 +15,10 @@ from fedloom.experiments.analysis.tiers import front_of
 from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
     GREY,
-    LEGEND,
     LEGEND_LINE_IN,
     MARKERS,
     SERIES,
+    legend_below,
     legend_line,
     new_figure,
     quiet,
@@ -119,7 +119,7 @@ def outcomes_figure(groups: Groups) -> Figure | None:
         legend_line(color=row["colour"], marker=row["marker"], markersize=6, linewidth=0, label=row["name"])
         for row in means.to_dict("records")
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, **LEGEND)
+    legend_below(figure, handles, columns)
     return figure
 
 

@@ -58,17 +58,23 @@ from fedloom.experiments.analysis.tables import (
     with_training,
 )
 from fedloom.experiments.analysis.tiers import PERPLEXITY, pareto, per_tier, text_run_ids, with_perplexity
-from fedloom.experiments.report.classes import class_blocks, confusion_pictures, paragraph_block
-from fedloom.experiments.report.clients import clients_pictures, failures_block, fairness_blocks
-from fedloom.experiments.report.communication import (
-    communication_block,
-    communication_pictures,
-    dry_block,
+from fedloom.experiments.report.clients import (
+    class_blocks,
+    clients_pictures,
+    confusion_pictures,
+    failures_block,
+    fairness_blocks,
+    paragraph_block,
 )
 from fedloom.experiments.report.content import REFRESH_S, Block, Content, Picture, RunFacts, rich_block, sheets
-from fedloom.experiments.report.convergence import convergence_pictures
 from fedloom.experiments.report.outcomes import Groups, outcome_pictures, outcomes_block
 from fedloom.experiments.report.pages import ReportFiles, write_content
+from fedloom.experiments.report.rounds import (
+    communication_block,
+    communication_pictures,
+    convergence_pictures,
+    dry_block,
+)
 from fedloom.experiments.report.silos import missing_of_silos, silo_blocks, silo_pictures
 from fedloom.experiments.report.subnets import cost_block, missing_of_subnets, subnet_block, subnet_pictures
 from fedloom.experiments.report.tiers import (

@@ -44,10 +44,13 @@ from fedloom.experiments.report.content import Block, Picture, sheets
 from fedloom.experiments.report.drawing import (
     GREY,
     INK,
-    LEGEND,
     SERIES,
+    WITHOUT_STAR,
+    above,
+    heading,
+    legend_below,
     legend_height_in,
-    legend_line,
+    legend_mark,
     looks,
     new_figure,
     quiet,
@@ -236,7 +239,7 @@ def silo_accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) ->
     shown = [s for s in settings if len(s.rows(known))]
     if not shown:
         return None
-    drawn = looks(settings, COLOURS)
+    drawn = looks((s.name for s in settings), COLOURS, WITHOUT_STAR)
     figure = new_figure((8.6, 1.7 + 0.62 * len(shown)))
     axes = figure.subplots()
     for at, setting in enumerate(shown):
@@ -245,17 +248,14 @@ def silo_accuracy_figure(per_silo: pd.DataFrame, settings: Sequence[Setting]) ->
     axes.set_yticks(range(len(shown)), [_wrapped(s.name) for s in shown])
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.grid(False, axis="y")
-    dot: dict[str, Any] = {"color": "none", "markeredgecolor": "none", "markerfacecolor": GREY}
-    ring: dict[str, Any] = {"color": "none", "markerfacecolor": "white"}
     handles = [
-        legend_line(marker="o", markersize=6, label="silo's model", **dot),
-        legend_line(marker="<", markersize=7, markeredgecolor="black", label="worst silo", **ring),
-        legend_line(marker="|", markersize=11, markeredgewidth=2.2, markeredgecolor=INK, label="mean", **ring),
+        legend_mark("o", 6, "silo's model", face=GREY, edge="none"),
+        legend_mark("<", 7, "worst silo"),
+        legend_mark("|", 11, "mean", edge=INK, markeredgewidth=2.2),
     ]
     if known["global_accuracy"].notna().any():
-        label = "shared model on the silo's data"
-        handles.append(legend_line(marker="o", markersize=5, markeredgecolor=GREY, label=label, **ring))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, **LEGEND)
+        handles.append(legend_mark("o", 5, "shared model on the silo's data", edge=GREY))
+    legend_below(figure, handles, 4)
     return figure
 
 
@@ -297,7 +297,7 @@ def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequ
     panels = [panel for panel in panels if len(panel[0])]
     if not panels:
         return None
-    drawn, spans = looks(settings, COLOURS), _spans(phases, shown)
+    drawn, spans = looks((s.name for s in settings), COLOURS, WITHOUT_STAR), _spans(phases, shown)
     # Above the axes stand the names of the phases, or a bar per setting.
     pad = 6.0 if not spans else 20.0 if len(set(spans.values())) == 1 else 9.0 + 6.5 * len(spans)
     width = 1.6 + 4.6 * len(panels)
@@ -308,11 +308,11 @@ def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequ
         for setting in shown:
             _curve(axes, setting.rows(rows), value, drawn[setting.name])
         quiet(axes, xlabel="finished rounds", ylabel=label)
-        axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=pad)
+        heading(axes, title, pad=pad)
         whole_numbers(axes)
         axes.set_xlim(0, max(1, int(curves["rounds_done"].max())))
         _mark_phases(axes, spans, {name: colour for name, (colour, _) in drawn.items()})
-    figure.legend(handles=setting_handles(shown, drawn, width, 4.5), loc="outside lower center", ncols=1, **LEGEND)
+    legend_below(figure, setting_handles(shown, drawn, width, 4.5))
     return figure
 
 
@@ -369,9 +369,7 @@ def _mark_phases(axes: Axes, spans: Mapping[str, Spans], colours: Mapping[str, s
                 axes.axvspan(begin, end, color=shade, linewidth=0, zorder=0)
                 # A narrow phase has room only for its number.
                 text = name if (end - begin) / whole >= 0.014 * len(name) else name.split(":")[0]
-                style: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
-                style |= {"ha": "center", "fontsize": 8.5, "color": "#6B6B6B"}
-                axes.annotate(text, ((begin + end) / 2, 1.02), **style)
+                above(axes, text, (begin + end) / 2)
 
 
 def gains_figure(matrix: pd.DataFrame) -> Figure | None:

@@ -36,8 +36,12 @@ from fedloom.experiments.report.drawing import (
     LEGEND_LINE_IN,
     MARKERS,
     VERMILION,
+    WITHOUT_STAR,
+    grid_of,
+    legend_below,
     legend_height_in,
     legend_line,
+    legend_mark,
     legend_text,
     line_width,
     looks,
@@ -45,6 +49,7 @@ from fedloom.experiments.report.drawing import (
     quiet,
     setting_handles,
     setting_label,
+    stars,
     tier_colours,
     tiers_in_order,
     title_text,
@@ -68,7 +73,6 @@ from fedloom.experiments.report.wording import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 KINDS = {
     SUPERNET: "the family's subnets are cut from the supernet",
@@ -174,7 +178,7 @@ def subnet_accuracy_figure(subnets: pd.DataFrame, settings: Sequence[Setting]) -
     panels = _panels(subnets, settings)
     if not panels:
         return None
-    drawn, width = looks(settings), 2.2 + 5.6 * len(panels)
+    drawn, width = looks((s.name for s in settings), markers=WITHOUT_STAR), 2.2 + 5.6 * len(panels)
     height = 4.4 + legend_height_in([setting_label(s) for s in settings], width)
     figure = new_figure((width, height))
     row = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -191,8 +195,8 @@ def subnet_accuracy_figure(subnets: pd.DataFrame, settings: Sequence[Setting]) -
     shown = [s for s in settings if any(len(s.rows(rows)) for _, _, rows in panels)]
     with_winners = any((rows["model"] == SEARCHED).any() for _, _, rows in panels)
     handles = setting_handles(shown, drawn, width, 6)
-    handles += [_star("winner of the search")] if with_winners else []
-    figure.legend(handles=handles, loc="outside lower center", ncols=1, **LEGEND)
+    handles += [legend_mark("*", 12, "winner of the search")] if with_winners else []
+    legend_below(figure, handles)
     return figure
 
 
@@ -235,11 +239,6 @@ def _winners(axes: Axes, rows: pd.DataFrame, colour: str, scale: float) -> None:
     axes.scatter(x, y, s=170, marker="*", color=colour, edgecolors="black", linewidths=0.8, zorder=4)
 
 
-def _star(label: str) -> Line2D:
-    style: dict[str, Any] = {"color": "none", "markerfacecolor": "white", "markeredgecolor": "black"}
-    return legend_line(marker="*", markersize=12, label=label, **style)
-
-
 def search_figure(scored: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
     """Validation accuracy against MACs of all scored subnets, a panel per setting; None without rows.
 
@@ -251,25 +250,20 @@ def search_figure(scored: pd.DataFrame, settings: Sequence[Setting]) -> Figure |
         return None
     targets = tiers_in_order(t for t in scored["tier"] if t not in (SAMPLES, FRONT))
     columns = min(len(shown), 2)
-    lines = -(-len(shown) // columns)
-    figure = new_figure((3.0 + PANEL_IN * columns, 0.6 + 4.0 * lines))
-    grid = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axes, setting in zip(grid, shown, strict=False):
+    figure = new_figure((3.0 + PANEL_IN * columns, 0.6 + 4.0 * -(-len(shown) // columns)))
+    for axes, setting in zip(grid_of(figure, len(shown), columns), shown, strict=True):
         rows = setting.rows(scored)
         scale, prefix = si_scale(float(rows["macs"].max()))
         _seen(axes, rows.assign(macs=rows["macs"] / scale, metric=rows["metric"] * 100), targets)
         title = title_text(setting.name, PANEL_IN) if len(shown) > 1 else ""
         quiet(axes, title=title, xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel="validation accuracy (%)")
-    for axes in grid[len(shown) :]:
-        axes.set_axis_off()
-    dot: dict[str, Any] = {"color": "none", "marker": "o", "markeredgecolor": "none"}
     colours, handles = tier_colours(targets), []
     if (scored["tier"] == SAMPLES).any():
-        handles.append(legend_line(markerfacecolor=GREY, alpha=0.6, markersize=4.5, label="sample", **dot))
+        handles.append(legend_mark("o", 4.5, "sample", face=GREY, edge="none", alpha=0.6))
     if (scored["tier"] == FRONT).any():
         handles.append(legend_line(color=VERMILION, marker="o", markersize=4, label="verified front"))
-    handles += [legend_line(markerfacecolor=colours[t], markersize=6, label=f"scored for {t}", **dot) for t in targets]
-    handles += [_star("winner")] if scored["is_winner"].any() else []
+    handles += [legend_mark("o", 6, f"scored for {t}", face=colours[t], edge="none") for t in targets]
+    handles += [legend_mark("*", 12, "winner")] if scored["is_winner"].any() else []
     figure.legend(handles=handles, loc="outside right center", **LEGEND)
     return figure
 
@@ -286,8 +280,7 @@ def _seen(axes: Axes, rows: pd.DataFrame, targets: Sequence[str]) -> None:
         scores = rows[rows["tier"] == target]
         axes.scatter(scores["macs"], scores["metric"], s=22, color=colours[target], alpha=0.75, linewidths=0, zorder=4)
         won = scores[scores["is_winner"]]
-        star: dict[str, Any] = {"s": 190, "marker": "*", "edgecolors": "black", "linewidths": 0.9, "zorder": 5}
-        axes.scatter(won["macs"], won["metric"], color=colours[target], **star)
+        stars(axes, won["macs"], won["metric"], colours[target])
 
 
 def beta_figure(rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
@@ -296,7 +289,7 @@ def beta_figure(rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | N
     shown = [s for s in settings if len(s.rows(known))]
     if not shown:
         return None
-    drawn, width = looks(settings), 7.0
+    drawn, width = looks(s.name for s in settings), 7.0
     height = 3.6 + legend_height_in([s.name for s in shown], width)
     figure = new_figure((width, height))
     axes = figure.subplots()
@@ -357,7 +350,7 @@ def cost_figure(comparisons: Sequence[CostComparison]) -> Figure | None:
         whole_numbers(axes)
         axes.set_ylim(bottom=0)
         axes.set_xlim(0.7, most + 0.5)
-    figure.legend(handles=handles, loc="outside lower center", ncols=1, **LEGEND)
+    legend_below(figure, handles)
     return figure
 
 

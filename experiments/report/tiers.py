@@ -29,9 +29,11 @@ from fedloom.experiments.report.drawing import (
     GREY,
     LEGEND,
     legend_line,
+    legend_mark,
     multiples,
     quiet,
     same_limits,
+    stars,
     tier_colours,
     tier_markers,
     tiers_in_order,
@@ -296,7 +298,6 @@ def pareto_pictures(pareto: pd.DataFrame, settings: Sequence[Setting], bounds: B
 def _candidates(axes: Axes, candidates: pd.DataFrame, tiers: Sequence[str], scale: float) -> None:
     """Draws the candidates of one setting; every run has its own front."""
     colours, markers = tier_colours(tiers), tier_markers(tiers)
-    star: dict[str, Any] = {"s": 190, "marker": "*", "edgecolors": "black", "linewidths": 0.9, "zorder": 4}
     for tier in tiers:
         rows = candidates[candidates["tier"] == tier]
         x, y = rows["macs"] / scale, rows["metric"] * 100
@@ -305,16 +306,14 @@ def _candidates(axes: Axes, candidates: pd.DataFrame, tiers: Sequence[str], scal
             style: dict[str, Any] = {"marker": markers[tier], "markersize": 4.5, "linewidth": 1.6, "zorder": 3}
             axes.plot(run["macs"] / scale, run["metric"] * 100, color=colours[tier], **style)
         won = rows["is_winner"]
-        axes.scatter(x[won], y[won], color=colours[tier], **star)
+        stars(axes, x[won], y[won], colours[tier])
 
 
 def _handles(tiers: Sequence[str], *, with_bounds: bool) -> list[Line2D]:
     colours, markers = tier_colours(tiers), tier_markers(tiers)
     handles = [legend_line(color=colours[t], marker=markers[t], markersize=4.5, label=f"{t}: front") for t in tiers]
-    dot: dict[str, Any] = {"color": "none", "markerfacecolor": GREY, "markeredgecolor": "none"}
-    handles.append(legend_line(marker="o", markersize=4.5, alpha=0.5, label="candidate", **dot))
-    star: dict[str, Any] = {"color": "none", "markerfacecolor": "white", "markeredgecolor": "black"}
-    handles.append(legend_line(marker="*", markersize=12, label="winner", **star))
+    handles.append(legend_mark("o", 4.5, "candidate", face=GREY, edge="none", alpha=0.5))
+    handles.append(legend_mark("*", 12, "winner"))
     if with_bounds:
         handles.append(legend_line(color="#B5B5B5", linestyle=":", label="tier's bound"))
     return handles

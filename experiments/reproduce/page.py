@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from fedloom.experiments.report.content import Content, Picture
-from fedloom.experiments.report.drawing import LEGEND, MARKERS, SERIES, quiet, tint
+from fedloom.experiments.report.drawing import legend_below, legend_line, looks, new_figure, quiet, tint
 from fedloom.experiments.report.pages import ReportFiles, write_content
 from fedloom.experiments.reproduce.board import (
     Entry,
@@ -56,14 +54,14 @@ def picture(outcome: Outcome) -> Picture | None:
     if not panels:
         return None
     shown = panels[:MOST_PANELS]
-    figure = Figure(figsize=(4.6 * len(shown), 3.8), layout="constrained")
-    looks = _looks(shown)
+    figure = new_figure((4.6 * len(shown), 3.8))
+    drawn = looks(dict.fromkeys(setting for rows in shown for setting in _settings(rows)))
     for axes, rows in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        _panel(axes, rows, looks)
+        _panel(axes, rows, drawn)
     named = dict.fromkeys(s for rows in shown if not _is_by_setting(rows) for s in _settings(rows))
     if len(named) > 1:
-        dots = [Line2D([], [], color=looks[s][0], marker=looks[s][1], linestyle="", label=s) for s in named]
-        figure.legend(handles=dots, loc="outside lower center", ncols=min(len(dots), 2 * len(shown)), **LEGEND)
+        dots = [legend_line(color=drawn[s][0], marker=drawn[s][1], linestyle="", label=s) for s in named]
+        legend_below(figure, dots, 2 * len(shown))
     item = outcome.item
     left_out = (
         f" {len(panels) - MOST_PANELS} further quantities are in the tables." if len(panels) > MOST_PANELS else ""
@@ -77,10 +75,6 @@ def picture(outcome: Outcome) -> Picture | None:
     return Picture(name, f"{item.name}: {item.title}", caption, figure)
 
 
-Looks = Mapping[str, tuple[str, str]]
-"""Colour and marker by setting."""
-
-
 def _settings(rows: Sequence[Row]) -> list[str]:
     """The settings of a panel, in which something was measured."""
     return list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))[:MOST_SETTINGS]
@@ -92,13 +86,7 @@ def _is_by_setting(rows: Sequence[Row]) -> bool:
     return all(row.spot[1] == "" for row in rows if row.spot[0] in settings)
 
 
-def _looks(panels: Sequence[Sequence[Row]]) -> Looks:
-    """The same look for a setting in all panels."""
-    settings = dict.fromkeys(setting for rows in panels for setting in _settings(rows))
-    return {s: (SERIES[n % len(SERIES)], MARKERS[n % len(MARKERS)]) for n, s in enumerate(settings)}
-
-
-def _panel(axes: Axes, rows: Sequence[Row], looks: Looks) -> None:
+def _panel(axes: Axes, rows: Sequence[Row], drawn: Mapping[str, tuple[str, str]]) -> None:
     """A panel of one quantity: places from left to right, a colour per setting."""
     settings = _settings(rows)
     by_setting = _is_by_setting(rows)
@@ -106,7 +94,7 @@ def _panel(axes: Axes, rows: Sequence[Row], looks: Looks) -> None:
     places = list(dict.fromkeys(row.spot[1] for row in rows))
     names = settings if by_setting else places
     for number, setting in enumerate(settings):
-        colour, marker = looks[setting]
+        colour, marker = drawn[setting]
         shift = 0.0 if by_setting else min(SHIFT, 0.8 / len(settings)) * (number - (len(settings) - 1) / 2)
         for row in (row for row in rows if row.spot[0] == setting):
             _point(axes, names.index(row.spot[0 if by_setting else 1]) + shift, row, colour, marker)

@@ -11,9 +11,8 @@ from fedloom.experiments.analysis.seeds import SEEDS
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.report import drawing
 from fedloom.experiments.report.ablation import values_legend
-from fedloom.experiments.report.communication import communication_figure
-from fedloom.experiments.report.convergence import convergence_figure
 from fedloom.experiments.report.drawing import pdf, png, same_limits, tint
+from fedloom.experiments.report.rounds import communication_figure, convergence_figure
 
 REAL_FONTS = drawing.PDF_FONTS
 """Before the other tests' fonts are rough."""

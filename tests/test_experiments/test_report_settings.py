@@ -16,10 +16,9 @@ from fedloom.experiments.analysis.settings import Setting, settings_of
 from fedloom.experiments.analysis.tables import Tables, by_stage, load
 from fedloom.experiments.analysis.tiers import pareto
 from fedloom.experiments.report.clients import clients_figure
-from fedloom.experiments.report.communication import communication_figure
 from fedloom.experiments.report.content import MOST_SETTINGS
-from fedloom.experiments.report.convergence import convergence_figure
 from fedloom.experiments.report.drawing import setting_label
+from fedloom.experiments.report.rounds import communication_figure, convergence_figure
 from fedloom.experiments.report.runs import report_json, summary_table, write_report
 from fedloom.experiments.report.tiers import pareto_figure
 from fedloom.platform.results.writer import RunWriter

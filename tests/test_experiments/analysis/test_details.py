@@ -10,7 +10,7 @@ import pytest
 from fedloom.experiments.analysis.clients import confusions, paragraphs, per_class
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables, load
-from fedloom.experiments.report.classes import class_blocks, confusion_figure, paragraph_block, shares
+from fedloom.experiments.report.clients import class_blocks, confusion_figure, paragraph_block, shares
 from fedloom.experiments.report.runs import report_content
 from fedloom.platform.results.writer import RunWriter
 

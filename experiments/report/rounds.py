@@ -1,8 +1,8 @@
-"""The section of communication: bytes, MACs and time per stage, and bytes over the rounds."""
+"""The section of rounds: loss and accuracy against rounds, and bytes, MACs and time per stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -11,24 +11,34 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, is_own
-from fedloom.experiments.analysis.seeds import SEEDS
+from fedloom.experiments.analysis.seeds import SEEDS, spread
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.subnets import Labels
-from fedloom.experiments.analysis.tables import ALONE, GAINS, SILOS, SUBNETS, Tables, only
+from fedloom.experiments.analysis.tables import ALONE, GAINS, MODELS, SILOS, SUBNETS, Tables, only
+from fedloom.experiments.analysis.tiers import PERPLEXITY, perplexity_of
 from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
     BLUE,
+    DASHED,
+    GREY,
     INK,
-    LEGEND,
     VERMILION,
+    above,
+    heading,
+    legend_below,
     legend_line,
+    logarithmic,
     multiples,
     quiet,
     same_limits,
+    tier_colours,
+    tier_markers,
+    tiers_in_order,
     tint,
     whole_numbers,
 )
 from fedloom.experiments.report.wording import (
+    PANELS,
     Write,
     caption_of,
     count,
@@ -43,7 +53,140 @@ from fedloom.experiments.report.wording import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
+
+KINDS = ("supernet", *MODELS[1:])
+
+LONGEST_SHORT_NAME = 10
+"""Length of tier names up to which the legend has seven columns; labels of subnets are longer."""
+
+SIMILAR_STAGES = 3.0
+"""Stages share an axis if none of them fills less than one part in so many of it."""
+
+VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)", "perplexity": "perplexity"}
+"""The values to draw and the labels of their axes."""
+
+
+def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], values: Sequence[str]) -> Figure | None:
+    """Some of `VALUES` against rounds: a row per value, a column per stage, a colour per tier; None without rounds.
+
+    Several settings are stacked with the same axes. Stages have the same range where that flattens none of them:
+    fine-tuning moves little where training from fresh weights moves a lot. For several seeds the line is their mean and
+    the band reaches from the minimum to the maximum.
+    """
+    if "perplexity" in values:
+        convergence = convergence.assign(perplexity=convergence["loss"].map(perplexity_of, na_action="ignore"))
+    shown = [s for s in settings if len(s.rows(convergence))]
+    if not shown:
+        return None
+    drawn = dict.fromkeys(kind for s in shown for kind in s.rows(convergence)["kind"])
+    kinds = [k for k in KINDS if k in drawn] + [k for k in drawn if k not in KINDS]
+    tiers = tiers_in_order(convergence["tier"])
+    width = 1.0 + 3.4 * max(len(kinds), 2)
+    figure, parts = multiples(shown, (width, 0.4 + 2.9 * len(values)), (width, 0.3 + 2.5 * len(values)))
+    grids = [_panels(part, s.rows(convergence), kinds, tiers, values) for part, s in zip(parts, shown, strict=True)]
+    _share_ranges(grids)
+    _convergence_legend(figure, tiers, convergence)
+    return figure
+
+
+CAPTION = (
+    "Loss and accuracy against finished rounds. Solid: what the round's clients report on their own training data "
+    "during training. Dashed: the server's validation data after that many rounds; for the supernet, the mean over its "
+    "evaluated paths. Fine-tuning starts from the supernet's weights at round 0."
+)
+
+
+def convergence_pictures(
+    convergence: pd.DataFrame, settings: Sequence[Setting], texts: Collection[str]
+) -> Iterator[Picture]:
+    """The figures of an experiment: one of both values for a single setting, else one of each to ease comparison.
+
+    `texts` are the runs that are measured by perplexity.
+    """
+    loss = PERPLEXITY if all(run_id in texts for s in settings for run_id in s.run_ids) else "loss"
+    title = "Convergence per stage"
+    figures = {"convergence": (f"{title}: accuracy", ["metric"]), "convergence-loss": (f"{title}: loss", [loss])}
+    if settings[0].is_alone:
+        figures = {"convergence": (title, [loss, "metric"])}
+    over_runs = "Lines are means over the runs, bands reach from the minimum to the maximum."
+    for name, (title, values) in figures.items():
+        figure = convergence_figure(convergence, settings, values)
+        if figure is not None:
+            yield Picture(name, title, caption_of(settings, CAPTION, over_runs, panels=PANELS), figure)
+
+
+def _panels(
+    part: Figure | SubFigure, rows: pd.DataFrame, kinds: Sequence[str], tiers: Sequence[str], values: Sequence[str]
+) -> list[list[Axes]]:
+    """The panels of one setting, a row per value and a column per kind of stage; empty for stages it does not have."""
+    grid = part.subplots(len(values), len(kinds), sharex="col", squeeze=False)
+    drawn = [kind for kind in kinds if rows["kind"].eq(kind).any()]
+    for column, kind in enumerate(kinds):
+        for line, value in enumerate(values):
+            axes = grid[line][column]
+            if kind not in drawn:
+                axes.set_axis_off()
+                continue
+            _curves(axes, rows[rows["kind"] == kind], value, tiers, 100.0 if value == "metric" else 1.0)
+            title, xlabel = stage_name(kind) if line == 0 else "", "finished rounds" if line == len(values) - 1 else ""
+            quiet(axes, title=title, xlabel=xlabel, ylabel=VALUES[value] if kind == drawn[0] else "")
+            whole_numbers(axes)
+            if value == "perplexity":
+                logarithmic(axes)
+    return [list(line) for line in grid]
+
+
+def _share_ranges(grids: Sequence[Sequence[Sequence[Axes]]]) -> None:
+    """Gives settings the same ranges, and stages as well if their ranges are similar."""
+    panels = np.array(grids)  # (settings, values, stages)
+    drawn = np.array([[[axes.axison for axes in row] for row in grid] for grid in grids])
+    for column in range(panels.shape[2]):
+        same_limits(panels[:, :, column][drawn[:, :, column]].tolist(), x=True)
+    for row in range(panels.shape[1]):
+        for column in range(panels.shape[2]):
+            same_limits(panels[:, row, column][drawn[:, row, column]].tolist(), y=True)
+        if same_limits(panels[:, row][drawn[:, row]].tolist(), y=True, most=SIMILAR_STAGES):
+            for line, is_drawn in zip(panels[:, row], drawn[:, row], strict=True):
+                for axes in line[is_drawn][1:]:
+                    axes.tick_params(labelleft=False)
+
+
+def _curves(axes: Axes, rows: pd.DataFrame, value: str, tiers: Sequence[str], scale: float) -> None:
+    colours, markers = tier_colours(tiers), tier_markers(tiers)
+    alone = not (rows["series"].eq("validation") & rows[value].notna()).any()
+    for tier in ("", *tiers):
+        colour = colours.get(tier, INK)
+        for series in ("train", "validation"):
+            of = rows[(rows["tier"] == tier) & (rows["series"] == series) & rows[value].notna()]
+            if of.empty:
+                continue
+            over_seeds = spread(of, ["rounds_done"], value) * scale
+            x = over_seeds.index.to_numpy(dtype=float)
+            # Only one series has markers and bands, since those of both would overlap.
+            leading = series == "validation" or alone
+            style = {"linewidth": 1.1, "alpha": 0.75} if series == "train" else {"linewidth": 1.5, "linestyle": DASHED}
+            marker, every = (markers.get(tier, "o") if leading else "", max(1, len(x) // 12))
+            y = over_seeds["mean"].to_numpy()
+            axes.plot(x, y, color=colour, marker=marker, markersize=4.5, markevery=every, **style)
+            if of[SEEDS].nunique() > 1 and leading:
+                low, high = over_seeds["min"].to_numpy(), over_seeds["max"].to_numpy()
+                axes.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0)
+
+
+def _convergence_legend(figure: Figure, tiers: Sequence[str], convergence: pd.DataFrame) -> None:
+    colours, markers = tier_colours(tiers), tier_markers(tiers)
+    handles = []
+    if (convergence["tier"] == "").any():
+        handles.append(legend_line(color=INK, marker="o", markersize=4.5, label="supernet"))
+    handles += [legend_line(color=colours[t], marker=markers[t], markersize=4.5, label=t) for t in tiers]
+    handles.append(legend_line(color=GREY, linewidth=1.1, label="training clients, on own batches"))
+    if (convergence["series"] == "validation").any():
+        handles.append(legend_line(color=GREY, linestyle=DASHED, label="server's validation data"))
+    legend_below(figure, handles, 7 if all(len(t) <= LONGEST_SHORT_NAME for t in tiers) else 3)
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
 
 
 def communication_block(tables: Tables, settings: Sequence[Setting], labels: Labels) -> Block:
@@ -115,7 +258,7 @@ def _stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
     return f"{stage_name(kind)} {labels.of(run_id, tier) if kind == ALONE else tier}".strip()
 
 
-SIMILAR = 10.0
+SIMILAR_SETTINGS = 10.0
 """Settings share an axis if none of them fills less than one part in so many of it."""
 
 DIRECTIONS: dict[str, tuple[str, Any, float]] = {
@@ -123,6 +266,9 @@ DIRECTIONS: dict[str, tuple[str, Any, float]] = {
     "bytes_up": (VERMILION, (0, (2.2, 1.6)), 2.0),
 }
 """Colour, line style and width of both directions: dashes over a broad line, since often both are the same curve."""
+
+FOR_NAMES = 18
+"""Room for the names of stages above a panel, in points."""
 
 WORDS = {"bytes_down": "down (server to clients)", "bytes_up": "up (clients to server)"}
 
@@ -144,13 +290,13 @@ def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Se
     for (left, right), setting in zip(panels, shown, strict=True):
         _bars(left, sums[setting.name], *scale)
         _cumulative(right, setting.rows(rounds), *whole_scale)
-    same_limits([left for left, _ in panels], x=True, most=SIMILAR)
-    same_limits([right for _, right in panels], x=True, y=True, most=SIMILAR)
+    same_limits([left for left, _ in panels], x=True, most=SIMILAR_SETTINGS)
+    same_limits([right for _, right in panels], x=True, y=True, most=SIMILAR_SETTINGS)
     handles = [
         legend_line(color=colour, linestyle=line, linewidth=width, label=WORDS[column])
         for column, (colour, line, width) in DIRECTIONS.items()
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, **LEGEND)
+    legend_below(figure, handles, 2)
     return figure
 
 
@@ -191,15 +337,11 @@ def _bars(axes: Axes, sums: pd.DataFrame, scale: float, prefix: str) -> None:
             place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
             axes.annotate(size(value), (value / scale, y), (4, 0), **place)
     quiet(axes, xlabel=f"{prefix}B")
-    _title(axes, "Sum over all clients, per stage")
+    heading(axes, "Sum over all clients, per stage", pad=FOR_NAMES)
     axes.set_yticks(at, [stage_name(str(kind)) for kind in sums.index])
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.grid(False, axis="y")
-
-
-def _title(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=18)  # room for stage names
 
 
 def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> None:
@@ -211,7 +353,7 @@ def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> 
                 y = np.concatenate([[0.0], np.cumsum(run[column].to_numpy(dtype=float))]) / scale
                 axes.plot(x, y, color=look(colour), linestyle=line, linewidth=width * size_pt)
     quiet(axes, xlabel="rounds of all stages", ylabel=f"{prefix}B")
-    _title(axes, "Cumulative")
+    heading(axes, "Cumulative", pad=FOR_NAMES)
     whole_numbers(axes)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
@@ -246,8 +388,4 @@ def _stage_marks(axes: Axes, own: pd.DataFrame) -> None:
     for start, end in pairwise([*starts, len(kinds)]):
         text = stage_name(str(kinds[start])).removesuffix(" training")
         if end - start >= 0.017 * len(text) * len(kinds):  # the text's share of the axes' width
-            place = ((start + end) / 2, 1.02)
-            where = axes.get_xaxis_transform()
-            axes.annotate(
-                text, place, xycoords=where, ha="center", fontsize=8.5, color="#6B6B6B", annotation_clip=False
-            )
+            above(axes, text, (start + end) / 2)
