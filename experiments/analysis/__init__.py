@@ -18,7 +18,7 @@ from fedloom.experiments.analysis.clients import confusions, failures, fairness,
 from fedloom.experiments.analysis.compare import compare
 from fedloom.experiments.analysis.outcomes import MEASURES, OUTCOMES, outcomes, per_model, summary
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
-from fedloom.experiments.analysis.seeds import Estimate, estimate
+from fedloom.experiments.analysis.settings import Estimate, estimate
 from fedloom.experiments.analysis.subnets import decoded
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load, with_training
 from fedloom.experiments.analysis.tiers import hypervolume, pareto, per_tier, with_perplexity

@@ -11,7 +11,7 @@ import pandas as pd
 
 from fedloom.experiments.analysis.compare import Difference, difference, measured_by
 from fedloom.experiments.analysis.outcomes import MODEL_KEY, by_model
-from fedloom.experiments.analysis.seeds import by_seed, estimate
+from fedloom.experiments.analysis.settings import by_seed, estimate
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, Tables, load_paths, with_training
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, short
 from fedloom.platform.results.copies import fetch
@@ -48,16 +48,16 @@ def ablation_frame(tables: Tables, ablation: Ablation, *, each: str = "model") -
         raise ValueError(f"the axis {taken[0]!r} is called like a column of the frame: give it another name")
     trials = {trial.run_id: trial for trial in ablation.trials}
     frame = frame[frame["run_id"].isin(list(trials))]
-    places = _places([trials[str(run_id)] for run_id in frame["run_id"]], ablation)
-    whole = pd.concat([places.set_index(frame.index), frame], axis=1)
+    trial_columns = _places([trials[str(run_id)] for run_id in frame["run_id"]], ablation)
+    whole = pd.concat([trial_columns.set_index(frame.index), frame], axis=1)
     return whole.sort_values("trial", kind="stable", ignore_index=True)
 
 
 def _places(trials: Sequence[Trial], ablation: Ablation) -> pd.DataFrame:
     columns: dict[str, Any] = {"trial": [t.index for t in trials], "seed": [t.seed for t in trials]}
     for axis in ablation.axes:
-        found = [axis_value(t.setting[axis]) for t in trials]
-        columns[axis] = pd.Categorical(found, categories=values_of(ablation, axis), ordered=True)
+        values = [axis_value(t.setting[axis]) for t in trials]
+        columns[axis] = pd.Categorical(values, categories=values_of(ablation, axis), ordered=True)
     return pd.DataFrame(columns).astype({"trial": "int64", "seed": "int64"})
 
 
@@ -105,13 +105,13 @@ def over_seeds(frame: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataF
     half_width is that of the 95 % interval by Student's t, null below three seeds. Rows of one seed count once, with
     their mean. Combinations without any value of the measure are left out.
     """
-    found = []
+    estimates = []
     for key, group in frame.dropna(subset=[measure]).groupby(list(by), sort=True, observed=True):
         known = estimate(by_seed(group, [measure])[measure])
         assert known is not None, "rows without the measure were dropped"
-        found.append((*key, known.runs, known.mean, known.half_width, list(known.values)))
+        estimates.append((*key, known.runs, known.mean, known.half_width, list(known.values)))
     numbers = {"n": "int64", "mean": "float64", "half_width": "float64"}
-    rows = pd.DataFrame(found, columns=[*by, *numbers, "values"]).astype(numbers)
+    rows = pd.DataFrame(estimates, columns=[*by, *numbers, "values"]).astype(numbers)
     return rows.astype({name: frame[name].dtype for name in by if isinstance(frame[name].dtype, pd.CategoricalDtype)})
 
 
@@ -121,7 +121,7 @@ def by_setting(frame: pd.DataFrame, measure: str, axes: Sequence[str]) -> pd.Dat
     `frame` comes from `ablation_frame`; `measure` is one of `MEASURES`. Rows are in the order of the axes' values, then
     in the display order of models, tiers and subnets. A seed counts once, with its mean over the axes not in `axes`.
     """
-    order = {tuple(place.values()): i for i, (place, _) in enumerate(by_model(frame))}
+    order = {tuple(model.values()): i for i, (model, _) in enumerate(by_model(frame))}
     rows = over_seeds(frame, measure, [*axes, *MODEL_KEY])
     shown = [order[key] for key in rows[MODEL_KEY].itertuples(index=False, name=None)]
     return rows.assign(shown=shown).sort_values([*axes, "shown"], ignore_index=True).drop(columns="shown")
@@ -154,11 +154,11 @@ def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measur
     reference = references(ablation)[axis]
     others = [name for name in ablation.axes if name != axis]
     known = frame.dropna(subset=[measure, "model"])
-    found = [
-        {"axis": axis, "value": value, "reference": reference, **place, **tested}
+    comparisons = [
+        {"axis": axis, "value": value, "reference": reference, **model, **tested}
         for value in (values_of(ablation, axis) if is_grid(ablation) else ())
         if value != reference
-        for place, rows in by_model(known)
+        for model, rows in by_model(known)
         if (tested := _tested(rows, axis, (value, reference), others, measure))
     ]
     numbers = dict.fromkeys(["mean", "low", "high", "p_value"], "float64")
@@ -176,7 +176,7 @@ def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measur
         "test",
         "p_value",
     ]
-    return pd.DataFrame(found, columns=columns).astype({**numbers, "n": "int64", "seeds": "int64"})
+    return pd.DataFrame(comparisons, columns=columns).astype({**numbers, "n": "int64", "seeds": "int64"})
 
 
 def _tested(
@@ -190,11 +190,17 @@ def _tested(
         return {}
     of_seed = both.groupby("seed")
     seeds = of_seed.mean()
-    found = difference(np.asarray(seeds["value"]), np.asarray(seeds["reference"]), paired=True)
+    paired = difference(np.asarray(seeds["value"]), np.asarray(seeds["reference"]), paired=True)
     if len({frozenset(group.droplevel("seed").index) if others else None for _, group in of_seed}) > 1:
         # The seeds would differ in the other axes, too.
-        found = Difference("none", found.compared, found.difference)
-    interval = {"low": found.low, "high": found.high, "p_value": found.p_value}
-    values_by_seed = (seeds["value"] - seeds["reference"]).tolist()
-    tested = {"mean": found.difference, "values": values_by_seed, "test": found.test, **interval}
-    return {"n": len(both), "seeds": len(seeds), **tested}
+        paired = Difference("none", paired.compared, paired.difference)
+    return {
+        "n": len(both),
+        "seeds": len(seeds),
+        "mean": paired.difference,
+        "values": (seeds["value"] - seeds["reference"]).tolist(),
+        "test": paired.test,
+        "low": paired.low,
+        "high": paired.high,
+        "p_value": paired.p_value,
+    }

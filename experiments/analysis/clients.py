@@ -92,8 +92,8 @@ def confusions(tables: Tables) -> pd.DataFrame:
     rows = _of(tables, CONFUSION)
     pairs = [json.loads(text) for text in rows["detail"]]
     names = {"class_name": [pair[0] for pair in pairs], "prediction": [pair[1] for pair in pairs]}
-    found = rows[MODEL].assign(**names, count=rows["value"].astype("int64"))
-    return found.assign(share=found["count"] / rows["samples"].astype("float64")).reset_index(drop=True)
+    counted = rows[MODEL].assign(**names, count=rows["value"].astype("int64"))
+    return counted.assign(share=counted["count"] / rows["samples"].astype("float64")).reset_index(drop=True)
 
 
 def per_class(tables: Tables) -> pd.DataFrame:
@@ -108,11 +108,11 @@ def per_class(tables: Tables) -> pd.DataFrame:
     right = pairs[pairs["class_name"] == pairs["prediction"]].groupby(key, sort=False, dropna=False)["count"].sum()
     predicted = pairs.groupby([*MODEL, "prediction"], sort=False, dropna=False)["count"].sum()
     predicted.index = predicted.index.set_names(key)
-    found = of_class.to_frame().join(right.rename("right")).join(predicted.rename("predicted"))
-    right_of = found["right"].fillna(0)
-    both = found["samples"] + found["predicted"].fillna(0)
-    measured = found.assign(
-        recall=right_of / found["samples"], precision=right_of / found["predicted"], f1=2 * right_of / both
+    counts = of_class.to_frame().join(right.rename("right")).join(predicted.rename("predicted"))
+    right_of = counts["right"].fillna(0)
+    both = counts["samples"] + counts["predicted"].fillna(0)
+    measured = counts.assign(
+        recall=right_of / counts["samples"], precision=right_of / counts["predicted"], f1=2 * right_of / both
     )
     return measured.drop(columns=["right", "predicted"]).reset_index()
 

@@ -20,8 +20,19 @@ from fedloom.experiments.analysis.outcomes import (
     outcomes,
     per_model,
 )
-from fedloom.experiments.analysis.seeds import CONFIDENCE, FEWEST, by_seed, estimate, seeds_of
-from fedloom.experiments.analysis.settings import NOT_SET, alike, differing, essential, flat, names_apart
+from fedloom.experiments.analysis.settings import (
+    CONFIDENCE,
+    FEWEST,
+    NOT_SET,
+    alike,
+    by_seed,
+    differing,
+    essential,
+    estimate,
+    flat,
+    names_apart,
+    seeds_of,
+)
 from fedloom.experiments.analysis.tables import ALL_TIERS, METRIC, Tables, configuration, name_of
 
 EXPERIMENT, NAME, SEED = "experiment", "name", "seed"
@@ -118,26 +129,26 @@ def compare(
         raise ValueError(f"no run has a value of {metric} yet: wait for the final evaluation, or compare total_bytes")
     pairs = {run_id: _pair_of(seeds_of(tables, run_id), configs[run_id], pair, by) for run_id in frame["run_id"]}
     frame["pair"] = frame["run_id"].map(pairs)
-    found = []
+    compared_rows = []
     for within, group in groups:
         rows = frame.merge(pd.DataFrame([(r.run_id, r.value) for r in group], columns=["run_id", "value"]), on="run_id")
         beside = {run.run_id: run.beside for run in group}
-        found += [
-            {"within": within, **place, **row}
-            for place, of_model in by_model(rows)
+        compared_rows += [
+            {"within": within, **model, **row}
+            for model, of_model in by_model(rows)
             for row in (
                 _values(of_model, metric, first, beside, by in WHOLE)
                 if over == SEEDS
                 else _over_units(of_model, metric, first, beside, by in WHOLE, over)
             )
         ]
-    if over != SEEDS and not any(row["value"] != first for row in found):
+    if over != SEEDS and not any(row["value"] != first for row in compared_rows):
         raise ValueError(f"over={over!r}: no run of another {by} than {first} has all seeds equal to one of {first}'s")
     columns = ["within", *MODEL_KEY, "value", "n", "mean", "half_width", "values", "baseline"]
     columns += ["differs_in", "test", "over", "compared"]
     numbers = ["difference", "difference_low", "difference_high", "p_value"]
     kinds = {**dict.fromkeys(["mean", "half_width", *numbers], "float64"), "n": "int64", "compared": "Int64"}
-    return pd.DataFrame(found, columns=[*columns, *numbers]).astype(kinds)
+    return pd.DataFrame(compared_rows, columns=[*columns, *numbers]).astype(kinds)
 
 
 def measured_by(each: str) -> tuple[Sequence[str], Callable[[Tables], pd.DataFrame]]:
@@ -195,17 +206,17 @@ def _some(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_KEYS_SHOWN]) + more
 
 
-def _baseline(runs: Sequence[Run], by: str, given: Any) -> str:
+def _baseline(runs: Sequence[Run], by: str, wanted: Any) -> str:
     values = list(dict.fromkeys(run.value for run in sorted(runs, key=lambda r: r.run_id)))
     if len(values) == 1:
         keys = differing([run.rest for run in runs])
         others = f"; they differ in {_some(keys)}" if keys else ""
         raise ValueError(f"all runs have {by}={values[0]}, so there is nothing to compare{others}")
-    if given is None:
+    if wanted is None:
         return values[0]
-    if _text(given) not in values:
-        raise ValueError(f"no run has {by}={_text(given)} as the baseline: there are {', '.join(values)}")
-    return _text(given)
+    if _text(wanted) not in values:
+        raise ValueError(f"no run has {by}={_text(wanted)} as the baseline: there are {', '.join(values)}")
+    return _text(wanted)
 
 
 def _groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
@@ -260,20 +271,30 @@ def _over_units(
         pairs = sorted(set(rows.loc[rows["value"] == name, "pair"].dropna()) & set(first["pair"].dropna()))
         for pair in pairs:
             seed = "one seed" if len(pairs) == 1 else f"one seed, {pair}"
-            own, other = (side[side["pair"] == pair] for side in (rows[rows["value"] == name], first))
-            row = {"value": name, "n": own["unit"].nunique(), "mean": own.groupby("unit")[metric].mean().mean()}
+            of_value, other = (side[side["pair"] == pair] for side in (rows[rows["value"] == name], first))
+            row = {
+                "value": name,
+                "n": of_value["unit"].nunique(),
+                "mean": of_value.groupby("unit")[metric].mean().mean(),
+            }
             row |= {"values": [], "baseline": baseline, "over": seed}
             if name != baseline:
-                found, text = paired(own, other, metric, over)
-                row["differs_in"], is_under_test = _beside(own, other, beside, is_whole)
-                row |= _told(found if is_under_test else Difference("none", found.compared, found.difference))
-                row["over"] = f"paired over {found.compared} {text}, {seed}"
+                tested, text = paired(of_value, other, metric, over)
+                row["differs_in"], is_under_test = _beside(of_value, other, beside, is_whole)
+                row |= _told(tested if is_under_test else Difference("none", tested.compared, tested.difference))
+                row["over"] = f"paired over {tested.compared} {text}, {seed}"
             yield row
 
 
-def _told(found: Difference) -> dict[str, Any]:
-    values = {"test": found.test, "compared": found.compared, "difference": found.difference, "p_value": found.p_value}
-    return {**values, "difference_low": found.low, "difference_high": found.high}
+def _told(tested: Difference) -> dict[str, Any]:
+    return {
+        "test": tested.test,
+        "compared": tested.compared,
+        "difference": tested.difference,
+        "difference_low": tested.low,
+        "difference_high": tested.high,
+        "p_value": tested.p_value,
+    }
 
 
 def _values(
@@ -282,7 +303,7 @@ def _values(
     """One row per value; the baseline's comes first."""
     groups = {str(value): group for value, group in rows.groupby("value", sort=False)}
     names = sorted(groups, key=lambda name: name != baseline)
-    found = []
+    rows_of_values = []
     for name in names:
         known = estimate(by_seed(groups[name], [metric])[metric])
         assert known is not None, "rows without the metric were dropped"
@@ -299,8 +320,8 @@ def _values(
             row["over"] = f"{'paired over ' if pairs else ''}{seeds}"
         elif name != baseline:
             row["test"] = "none"
-        found.append(row)
-    return found
+        rows_of_values.append(row)
+    return rows_of_values
 
 
 def _paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -372,12 +393,12 @@ def _of_clients(tables: Tables, metric: str) -> pd.DataFrame:
 def _of_samples(tables: Tables) -> pd.DataFrame:
     from fedloom.experiments.export.export import correct_by_sample  # imports torch
 
-    found = []
+    parts = []
     for paths in tables.paths:
         for (model, tier, subnet), (correct, labels) in correct_by_sample(paths).items():
-            place = {"run_id": paths.run_id, "model": model, "tier": tier, "subnet": subnet, "units": labels}
-            found.append(pd.DataFrame({"unit": np.arange(len(correct)), METRIC: correct.astype(float)}).assign(**place))
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=[*_COLUMNS, METRIC])
+            rows = pd.DataFrame({"unit": np.arange(len(correct)), METRIC: correct.astype(float)})
+            parts.append(rows.assign(run_id=paths.run_id, model=model, tier=tier, subnet=subnet, units=labels))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*_COLUMNS, METRIC])
 
 
 def paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str, over: str) -> tuple[Difference, str]:

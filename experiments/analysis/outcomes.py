@@ -7,10 +7,9 @@ import pandas as pd
 
 from fedloom.experiments.analysis.clients import client_metrics
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, is_own
-from fedloom.experiments.analysis.seeds import by_seed, estimate, seeds_of
-from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.settings import by_seed, estimate, seeds_of, settings_of
 from fedloom.experiments.analysis.silos import GLOBAL, PERSONAL, per_silo
-from fedloom.experiments.analysis.subnets import SEARCHED
+from fedloom.experiments.analysis.subnets import SEARCHED, architecture_costs
 from fedloom.experiments.analysis.tables import (
     ALL_TIERS,
     METRIC,
@@ -69,37 +68,25 @@ def _of_server(tables: Tables) -> pd.DataFrame:
     wide = values.pivot(index=key, columns="metric", values="value").reindex(columns=_QUALITIES)
     heads = rows.drop_duplicates(key, keep="last")[[*key, "architecture"]].astype(object)
     frame = heads.merge(wide.reset_index().rename_axis(columns=None), on=key, how="left")
-    return frame.merge(_architecture_costs(tables), on=["run_id", "architecture"], how="left")
-
-
-def _architecture_costs(tables: Tables) -> pd.DataFrame:
-    """MACs and parameters per (run, architecture), from the evaluations, else the kept models, else the candidates."""
-    key = ["run_id", "architecture"]
-    rows = tables.evaluations[tables.evaluations["metric"].isin(_COSTS)].dropna(subset=key)
-    rows = rows.drop_duplicates([*key, "metric"], keep="last").astype(dict.fromkeys([*key, "metric"], object))
-    wide = rows.pivot(index=key, columns="metric", values="value").reindex(columns=_COSTS).reset_index()
-    others = [f[[*key, *_COSTS]].astype(dict.fromkeys(_COSTS, "Float64")) for f in (tables.models, tables.candidates)]
-    both = pd.concat([f.astype(object) for f in (wide, *others)], ignore_index=True).dropna(subset=key)
-    return both.groupby(key, sort=False)[_COSTS].first().reset_index()
+    return frame.merge(architecture_costs(tables), on=["run_id", "architecture"], how="left")
 
 
 def _of_silos(tables: Tables) -> pd.DataFrame:
     measured = per_silo(tables)
     key = [*RUN_KEY, "model"]
-    own = measured.groupby(key, sort=False)[[*_QUALITIES, *_COSTS]].mean().reset_index()
+    of_model = measured.groupby(key, sort=False)[[*_QUALITIES, *_COSTS]].mean().reset_index()
     shared = measured[measured["model"] == PERSONAL].groupby(RUN_KEY, sort=False)["global_accuracy"].mean().dropna()
     beside = shared.rename(METRIC).reset_index().assign(model=GLOBAL)
-    frame = pd.concat([own, beside], ignore_index=True) if len(beside) else own
+    frame = pd.concat([of_model, beside], ignore_index=True) if len(beside) else of_model
     return frame.assign(tier=ALL_TIERS, subnet="", architecture=None)
 
 
 def _run_costs(tables: Tables) -> pd.DataFrame:
     kinds = communication_by_kind(communication(tables))
     rows = kinds[kinds["kind"] == "method"]
-    sums = rows.assign(total_bytes=rows["bytes_down"] + rows["bytes_up"])[
-        [*RUN_KEY, "total_bytes", "simulated_s", "wall_s"]
-    ]
-    return sums.astype(dict.fromkeys(RUN_KEY, object))
+    sums = rows.assign(total_bytes=rows["bytes_down"] + rows["bytes_up"]).rename(columns={"macs": "total_macs"})
+    columns = [*RUN_KEY, "total_bytes", "total_macs", "simulated_s", "wall_s"]
+    return sums[columns].astype(dict.fromkeys(RUN_KEY, object))
 
 
 def summary(tables: Tables) -> pd.DataFrame:
@@ -112,17 +99,17 @@ def summary(tables: Tables) -> pd.DataFrame:
     without an evaluated run has one row with its costs.
     """
     frame = per_model(tables)
-    found = []
+    summaries = []
     for setting in settings_of(tables):
         rows = frame[frame["run_id"].isin(setting.run_ids)]
         for key, group in by_model(rows):
-            found.append({"setting": setting.name, "experiment": setting.experiment, **key, **_over_seeds(group)})
+            summaries.append({"setting": setting.name, "experiment": setting.experiment, **key, **_over_seeds(group)})
     counts = ["runs", "seeds", *(f"{m}_n" for m in MEASURES)]
     values = [f"{m}_{what}" for m in MEASURES for what in ("n", "mean", "half_width", "values")]
     columns = ["setting", "experiment", *MODEL_KEY, "architecture", "runs", "seeds", *values]
     numbers = [name for name in values if not name.endswith("_values")]
     kinds = {**dict.fromkeys(numbers, "float64"), **dict.fromkeys(counts, "int64")}
-    return pd.DataFrame(found, columns=columns).astype(kinds)
+    return pd.DataFrame(summaries, columns=columns).astype(kinds)
 
 
 def by_model(rows: pd.DataFrame) -> list[tuple[dict[str, str | None], pd.DataFrame]]:
@@ -200,7 +187,7 @@ def outcomes(tables: Tables) -> pd.DataFrame:
     for more in (_validation(tables), _of_clients(tables)):
         named = more.rename(columns={"model": "final_model"})
         frame = frame.merge(named, on=[*RUN_KEY, "final_model"], how="left")
-    for more in (_epsilon(tables), _total_macs(tables)):
+    for more in (_epsilon(tables), _run_costs(tables)[[*RUN_KEY, "total_macs"]]):
         frame = frame.merge(more, on=RUN_KEY, how="left")
     whole = frame[[*RUN_KEY, "seeds", *MODEL_KEY, *_WHICH, *OUTCOMES]]
     return whole.astype({**dict.fromkeys(OUTCOMES, "float64"), "models": "int64"})
@@ -230,10 +217,10 @@ def _validation(tables: Tables) -> pd.DataFrame:
     """The last validation accuracy of every model and tier in the final evaluation, averaged per (run, model)."""
     rows = where(for_all(tables, tables.evaluations), stage="evaluation", split="validation", metric=METRIC)
     rows = rows[rows["client_id"].isna()]
-    place = [*RUN_KEY, "model"]
-    key = [*place, "tier", "architecture"]
+    of_model = [*RUN_KEY, "model"]
+    key = [*of_model, "tier", "architecture"]
     last = rows.astype(dict.fromkeys(key, object)).drop_duplicates(key, keep="last")
-    return last.groupby(place, sort=False)["value"].mean().rename("validation_accuracy").reset_index()
+    return last.groupby(of_model, sort=False)["value"].mean().rename("validation_accuracy").reset_index()
 
 
 def client_values(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
@@ -253,8 +240,8 @@ def client_values(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
 
 def _of_clients(tables: Tables) -> pd.DataFrame:
     """Mean and minimum over the clients of the accuracy on their own test data, per (run, model)."""
-    found = client_values(tables).groupby([*RUN_KEY, "model"], sort=False)["value"].agg(["mean", "min"]).reset_index()
-    return found.rename(columns={"mean": "client_accuracy", "min": "worst_client"})
+    of_model = client_values(tables).groupby([*RUN_KEY, "model"], sort=False)["value"].agg(["mean", "min"])
+    return of_model.reset_index().rename(columns={"mean": "client_accuracy", "min": "worst_client"})
 
 
 def _epsilon(tables: Tables) -> pd.DataFrame:
@@ -265,9 +252,3 @@ def _epsilon(tables: Tables) -> pd.DataFrame:
     of_run = by_kind.groupby(RUN_KEY, sort=False)
     spent = of_run.max().where(of_run.count() == of_run.size()).reset_index()
     return spent.astype(dict.fromkeys(RUN_KEY, object))
-
-
-def _total_macs(tables: Tables) -> pd.DataFrame:
-    kinds = communication_by_kind(communication(tables))
-    rows = kinds.loc[kinds["kind"] == "method", [*RUN_KEY, "macs"]]
-    return rows.rename(columns={"macs": "total_macs"}).astype(dict.fromkeys(RUN_KEY, object))

@@ -42,8 +42,8 @@ def communication_by_kind(frame: pd.DataFrame) -> pd.DataFrame:
     """
     values = ["rounds", "clients", "bytes_down", "bytes_up", "macs", "simulated_s", "wall_s"]
     kinds = frame.groupby([*RUN_KEY, "kind"], sort=False)[values].sum().reset_index()
-    own = kinds[is_own(kinds)]
-    total = own.groupby(RUN_KEY, sort=False)[values].sum().reset_index().assign(kind="method")
+    of_method = kinds[is_own(kinds)]
+    total = of_method.groupby(RUN_KEY, sort=False)[values].sum().reset_index().assign(kind="method")
     return pd.concat([kinds, total[kinds.columns]], ignore_index=True)
 
 
@@ -89,30 +89,30 @@ def simulated_hours(tables: Tables) -> pd.DataFrame:
 def _validation(tables: Tables) -> pd.DataFrame:
     rows = by_stage(tables.evaluations)
     rows = rows[rows["client_id"].isna() & (rows["split"] == "validation") & (rows["kind"] != SEARCH)]
-    own = rows[rows["kind"] != EVALUATION].assign(rounds_done=lambda r: r["round"])
-    final = _at_the_end(rows[rows["kind"] == EVALUATION], own, rounds_by_stage(tables.rounds))
-    rows = by_stage(pd.concat([own, final], ignore_index=True))
+    in_stages = rows[rows["kind"] != EVALUATION].assign(rounds_done=lambda r: r["round"])
+    final = _at_the_end(rows[rows["kind"] == EVALUATION], in_stages, rounds_by_stage(tables.rounds))
+    rows = by_stage(pd.concat([in_stages, final], ignore_index=True))
     index = [*RUN_KEY, "stage", "kind", "stage_tier", "rounds_done"]
     table = rows.pivot_table(index=index, columns="metric", values="value", aggfunc="mean", sort=False)
     wide = table.reindex(columns=["loss", METRIC]).reset_index().rename_axis(columns=None)
     return wide.rename(columns={METRIC: "metric", "stage_tier": "tier"}).assign(series="validation")
 
 
-def _at_the_end(final: pd.DataFrame, own: pd.DataFrame, rounds: Mapping[tuple[str, str], int]) -> pd.DataFrame:
+def _at_the_end(final: pd.DataFrame, in_stages: pd.DataFrame, rounds: Mapping[tuple[str, str], int]) -> pd.DataFrame:
     """The rows of the final evaluation as the last points of the stages that trained the scored models.
 
     It leaves out models without their own training (supernet_init is where fine-tuning starts), stages that scored
     their last weights themselves, and supernets for which training scored other subnets.
     """
-    places = zip(final["model"], final["tier"], final["architecture"], strict=True)
+    models = zip(final["model"], final["tier"], final["architecture"], strict=True)
     stages = [
         TRAINING if model == TRAINING else f"{model}/{architecture if model == ALONE else tier}"
-        for model, tier, architecture in places
+        for model, tier, architecture in models
     ]
     done = [rounds.get((str(run), stage)) for run, stage in zip(final["run_id"], stages, strict=True)]
     rows = final.assign(stage=stages, rounds_done=pd.Series(done, final.index, dtype="Int64"))
-    scored = {place: set(group["architecture"]) for place, group in own.groupby(["run_id", "stage"])}
-    ended = set(zip(own["run_id"], own["stage"], own["rounds_done"], strict=True))
+    scored = {key: set(group["architecture"]) for key, group in in_stages.groupby(["run_id", "stage"])}
+    ended = set(zip(in_stages["run_id"], in_stages["stage"], in_stages["rounds_done"], strict=True))
     points = []
     for (run, stage, end), group in rows.groupby(["run_id", "stage", "rounds_done"], sort=False):
         if (run, stage, end) in ended:

@@ -1,16 +1,17 @@
 """Settings: groups of runs whose configurations differ only in seeds and in where and how they are computed.
 
-All reports, tables, figures and comparisons use this definition of a setting.
+All reports, tables, figures and comparisons use this definition of a setting, and the means with 95 % confidence
+intervals over its seeds: runs that repeat a seed count as one sample, their mean.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.seeds import SEEDS, seeds_of
 from fedloom.experiments.analysis.tables import Tables, configuration, kind_of, name_of
 from fedloom.platform.plugins import called
 
@@ -89,8 +90,10 @@ def settings_of(tables: Tables) -> list[Setting]:
     of_experiment: dict[str, list[list[str]]] = {}
     for group in groups:
         of_experiment.setdefault(experiments[group[0]], []).append(group)
-    found = {s.run_ids[0]: s for e, own in of_experiment.items() for s in _settings(tables, e, own, values)}
-    return [found[group[0]] for group in groups]
+    by_first = {
+        s.run_ids[0]: s for e, alike_runs in of_experiment.items() for s in _settings(tables, e, alike_runs, values)
+    }
+    return [by_first[group[0]] for group in groups]
 
 
 def _settings(
@@ -100,9 +103,11 @@ def _settings(
     firsts = [group[0] for group in groups]
     keys = differing([values[run_id] for run_id in firsts])
     names = names_apart([values[run_id] for run_id in firsts], firsts, experiment)
-    given: list[str | None] = [_given_name(tables, group) for group in groups] if len(groups) > 1 else [None]
-    told_apart = [own is not None and given.count(own) == 1 for own in given]
-    names = [f"{experiment}, {own}" if is_own else n for n, own, is_own in zip(names, given, told_apart, strict=True)]
+    given_names: list[str | None] = [_given_name(tables, group) for group in groups] if len(groups) > 1 else [None]
+    names = [
+        f"{experiment}, {given_name}" if given_name is not None and given_names.count(given_name) == 1 else name
+        for name, given_name in zip(names, given_names, strict=True)
+    ]
     for name, group in zip(names, groups, strict=True):
         yield Setting(
             name=name,
@@ -124,8 +129,8 @@ def _given_name(tables: Tables, group: Sequence[str]) -> str | None:
 def alike(values: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str] | None = None) -> list[list[str]]:
     """Groups runs with equal values (and equal `kinds`), in the order of each group's first run."""
     groups: dict[str, list[str]] = {}
-    for run_id, own in values.items():
-        key = json.dumps([kinds[run_id] if kinds else None, sorted(own.items())], default=str)
+    for run_id, config in values.items():
+        key = json.dumps([kinds[run_id] if kinds else None, sorted(config.items())], default=str)
         groups.setdefault(key, []).append(run_id)
     return list(groups.values())
 
@@ -160,7 +165,7 @@ def names_apart(configs: Sequence[Mapping[str, Any]], run_ids: Sequence[str], he
     keys = [key for key in differing(configs) if all(key in config for config in configs)]
     known = {key for config in configs for key in config}
     brief = {key: _brief(key, known) for key in keys}
-    names = [", ".join([*([head] if head else []), *_differences(own, configs, brief)]) for own in configs]
+    names = [", ".join([*([head] if head else []), *_differences(config, configs, brief)]) for config in configs]
     return [
         name if names.count(name) == 1 else ", ".join([*([name] if name else []), run_id])
         for name, run_id in zip(names, run_ids, strict=True)
@@ -204,3 +209,84 @@ def _short(value: Any) -> str:
 def value_text(value: Any) -> str:
     """A configuration value as text for names and tables."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")
+
+
+# -- means over seeds -------------------------------------------------------------------------------------------------
+
+CONFIDENCE = 0.95
+
+FEWEST = 3
+"""Values from which there is an interval and a test: Student's quantile is 12.7 for two values, 4.3 for three."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of `runs` independent values and the interval mean ± half_width; null for fewer than `FEWEST` values.
+
+    Runs that repeat a seed are not independent: they count as one value, their mean.
+    """
+
+    mean: float
+    half_width: float | None
+    runs: int
+    values: tuple[float, ...]
+
+
+def is_absent(value: Any) -> bool:
+    """Whether a value is None, NaN or pandas' NA."""
+    return bool(pd.isna(value))
+
+
+def estimate(values: Iterable[Any]) -> Estimate | None:
+    """Mean and 95 % interval by Student's t with n - 1 degrees of freedom; None if all values are absent."""
+    known = tuple(float(v) for v in values if not is_absent(v))
+    n = len(known)
+    if n == 0:
+        return None
+    mean = math.fsum(known) / n  # independent of the order of the runs
+    if n < FEWEST:
+        return Estimate(mean, None, n, known)
+    variance = math.fsum((v - mean) ** 2 for v in known) / (n - 1)
+    from scipy.special import stdtrit  # half a second, which a few runs do not need
+
+    quantile = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2))
+    return Estimate(mean, quantile * math.sqrt(variance / n), n, known)
+
+
+SEEDS = "seeds"
+"""The column with all seeds of a row's run, as JSON text."""
+
+
+def seeds_of(tables: Tables, run_id: str) -> str:
+    """All seeds of a run as JSON text; the run's id if it did not record them."""
+    config, recorded = configuration(tables, run_id), tables.recorded(run_id, "seeds")
+    if recorded is not None:
+        return json.dumps(recorded, sort_keys=True)
+    if "seed" not in config:
+        return json.dumps({"run_id": run_id})
+    follow = {"seed": config["seed"], **{k: v for k, v in config.get("seeds", {}).items() if v is not None}}
+    return json.dumps(follow, sort_keys=True)
+
+
+def by_seed(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
+    """The means of the measures per distinct `seeds`."""
+    return rows.groupby(SEEDS, sort=True)[list(measures)].mean()
+
+
+def estimate_by_seed(values: Iterable[Any], seeds: Iterable[str]) -> Estimate | None:
+    """Mean and interval over distinct seeds; `seeds` holds the seed of each value. None if all values are absent."""
+    known: dict[str, list[float]] = {}
+    for value, seed in zip(values, seeds, strict=True):
+        if not is_absent(value):
+            known.setdefault(seed, []).append(float(value))
+    return estimate(math.fsum(repeats) / len(repeats) for repeats in known.values())
+
+
+def spread(rows: pd.DataFrame, by: Sequence[str], value: str) -> pd.DataFrame:
+    """Mean, min and max of a value over `seeds`, per combination of the columns `by`.
+
+    Several rows of a run are averaged first, then the runs that repeat a seed.
+    """
+    per_run = rows.groupby([*by, SEEDS, "run_id"], observed=True)[value].mean()
+    per_seed = per_run.groupby([*by, SEEDS], observed=True).mean()
+    return per_seed.groupby(list(by), observed=True).agg(["mean", "min", "max"])

@@ -7,8 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.seeds import Estimate, estimate_by_seed
-from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.settings import Estimate, Setting, estimate_by_seed, settings_of
 from fedloom.experiments.analysis.tables import (
     EVALUATION,
     GAINS,
@@ -60,9 +59,9 @@ def per_silo(tables: Tables) -> pd.DataFrame:
     """
     rows = where(silos(tables).evaluations, stage=EVALUATION, model=[PERSONAL, GLOBAL])
     rows = rows[rows["client_id"].notna() & (rows["split"].isna() | (rows["split"] == "test"))]
-    found = [_silo(key, group) for key, group in rows.groupby([*RUN_KEY, "client_id"], sort=False)]
+    of_silos = [_silo(key, group) for key, group in rows.groupby([*RUN_KEY, "client_id"], sort=False)]
     columns = [*RUN_KEY, "client_id", "model", "architecture", "samples", *PER_SILO]
-    frame = pd.DataFrame(found, columns=columns).astype(dict.fromkeys(PER_SILO, "float64"))
+    frame = pd.DataFrame(of_silos, columns=columns).astype(dict.fromkeys(PER_SILO, "float64"))
     return in_order(frame.astype({"samples": "Int64", "client_id": "Int64"}), tables)
 
 
@@ -85,18 +84,17 @@ def best_round(run: Tables) -> tuple[float, int] | None:
 
 def _silo(key: tuple[Any, ...], rows: pd.DataFrame) -> dict[str, Any]:
     model = PERSONAL if (rows["model"] == PERSONAL).any() else GLOBAL
-    own = rows[rows["model"] == model]
-    tested = own[own["split"] == "test"]
+    of_model = rows[rows["model"] == model]
+    tested = of_model[of_model["split"] == "test"]
     samples = tested["samples"].max() if len(tested) else None
-    values = {str(name): float(value) for name, value in zip(own["metric"], own["value"], strict=True)}
+    values = {str(name): float(value) for name, value in zip(of_model["metric"], of_model["value"], strict=True)}
     if not pd.isna(samples) and samples == 0:
         values = {name: v for name, v in values.items() if name not in (METRIC, "loss")}
     shared = rows[(rows["model"] == GLOBAL) & (rows["metric"] == METRIC) & (rows["samples"].fillna(0) > 0)]
     before = shared["value"].iloc[-1] if model == PERSONAL and len(shared) else None
-    names = own["architecture"].dropna()
-    place = dict(zip([*RUN_KEY, "client_id"], key, strict=True))
+    names = of_model["architecture"].dropna()
     return {
-        **place,
+        **dict(zip([*RUN_KEY, "client_id"], key, strict=True)),
         "model": model,
         "architecture": str(names.iloc[-1]) if len(names) else None,
         "samples": samples,
@@ -107,9 +105,9 @@ def _silo(key: tuple[Any, ...], rows: pd.DataFrame) -> dict[str, Any]:
 
 def in_order(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
     """Sorted by run in the order of `tables`, then by silo."""
-    place = {p.run_id: i for i, p in enumerate(tables.paths)}
+    positions = {p.run_id: i for i, p in enumerate(tables.paths)}
     return (
-        frame.assign(_run=frame["run_id"].map(place))
+        frame.assign(_run=frame["run_id"].map(positions))
         .sort_values(["_run", "client_id"], kind="stable", ignore_index=True)
         .drop(columns="_run")
     )
@@ -146,10 +144,10 @@ def latest_architectures(tables: Tables) -> pd.DataFrame:
 
     Columns: experiment, run_id, client_id, architecture, accuracy (null before the evaluation).
     """
-    own = silos(tables)
+    of_silos = silos(tables)
     columns = [*RUN_KEY, "client_id", "architecture", "accuracy"]
-    measured = per_silo(own)[columns].dropna(subset="architecture")
-    rows = training(own.clients)
+    measured = per_silo(of_silos)[columns].dropna(subset="architecture")
+    rows = training(of_silos.clients)
     rows = rows[took_part(rows)]
     text = rows["subspace"].astype(object).where(rows["subspace"].notna(), rows["architecture"].astype(object))
     trained = rows.assign(architecture=text, accuracy=float("nan"))[columns].dropna(subset="architecture")
@@ -183,16 +181,16 @@ def curves(tables: Tables) -> pd.DataFrame:
     Columns: experiment, run_id, series (train: on a silo's training data; validation: on its validation data),
     rounds_done, mean_loss, mean, std (of the accuracy over silos, with divisor n), silos.
     """
-    own = silos(tables)
-    before, rounds = _rounds_before(own.rounds), rounds_by_stage(training(own.rounds))
-    train = training(own.clients)
+    of_silos = silos(tables)
+    before, rounds = _rounds_before(of_silos.rounds), rounds_by_stage(training(of_silos.rounds))
+    train = training(of_silos.clients)
     train = train[took_part(train) & train["loss"].notna()].assign(series="train")[_CURVE]
-    parts = [train, _validation_rows(own)]
+    parts = [train, _validation_rows(of_silos)]
     rows = pd.concat([p.astype({"loss": "float64", "metric": "float64"}) for p in parts], ignore_index=True)
-    places = list(zip(rows["run_id"], rows["stage"], rows["round"], strict=True))
+    numbers = zip(rows["run_id"], rows["stage"], rows["round"], strict=True)
     # A silo is scored after the round's training; a score after the last round has the next round number.
     done = [
-        min(int(n) + 1, rounds.get((run, stage), int(n) + 1)) + before.get((run, stage), 0) for run, stage, n in places
+        min(int(n) + 1, rounds.get((run, stage), int(n) + 1)) + before.get((run, stage), 0) for run, stage, n in numbers
     ]
     rows = rows.assign(rounds_done=pd.Series(done, rows.index, dtype="int64")).sort_values("round", kind="stable")
     rows = rows.drop_duplicates(["run_id", "series", "client_id", "rounds_done"], keep="last")
@@ -208,12 +206,12 @@ def curves(tables: Tables) -> pd.DataFrame:
 
 def _rounds_before(rounds: pd.DataFrame) -> dict[tuple[str, str], int]:
     """By (run, stage): the number of rounds of earlier training stages, since each stage counts from 0."""
-    found: dict[tuple[str, str], int] = {}
+    before: dict[tuple[str, str], int] = {}
     sums: dict[str, int] = {}
     for (run_id, stage), count in rounds_by_stage(training(rounds)).items():
-        found[run_id, stage] = sums.get(run_id, 0)
-        sums[run_id] = found[run_id, stage] + count
-    return found
+        before[run_id, stage] = sums.get(run_id, 0)
+        sums[run_id] = before[run_id, stage] + count
+    return before
 
 
 _CURVE = [*RUN_KEY, "stage", "round", "client_id", "series", "loss", "metric"]
@@ -248,9 +246,9 @@ class Phases:
 
 def phases(tables: Tables) -> list[Phases]:
     """The phases of every run that searches per silo; runs without a search or a finished round are left out."""
-    own = silos(tables)
-    found = (_phases(only(own, [p.run_id]), configuration(own, p.run_id)) for p in own.paths)
-    return [p for p in found if p is not None]
+    runs = [only(tables, [p.run_id]) for p in silos(tables).paths]
+    of_runs = (_phases(run, configuration(run, run.paths[0].run_id)) for run in runs)
+    return [p for p in of_runs if p is not None]
 
 
 def _phases(run: Tables, config: Mapping[str, Any]) -> Phases | None:
@@ -263,8 +261,8 @@ def _phases(run: Tables, config: Mapping[str, Any]) -> Phases | None:
     if decided.all():
         return None
     before = _rounds_before(run.rounds)
-    places = zip(rows["run_id"], rows["stage"], rows["round"], strict=True)
-    begun = [before.get((str(run_id), str(stage)), 0) + int(round_) for run_id, stage, round_ in places]
+    numbers = zip(rows["run_id"], rows["stage"], rows["round"], strict=True)
+    begun = [before.get((str(run_id), str(stage)), 0) + int(round_) for run_id, stage, round_ in numbers]
     finished = max(begun) + 1
     # The decisions in a row of round n were made before that round, which is after n finished rounds.
     rows = rows.assign(begun=begun, decided=decided)
@@ -314,14 +312,14 @@ def personalisation_gains(matrix: pd.DataFrame) -> pd.DataFrame:
     j), gain (g_i). g_i is the mean over j != i of p_ii - p_ij; it is null if p_ii or every p_ij is missing. Source:
     SPIDER, Eq. 6.
     """
-    found = []
+    gains = []
     for key, rows in matrix.groupby([*RUN_KEY, "client_id"], sort=False):
         is_own = rows["silo"] == rows["client_id"]
-        own, others = rows.loc[is_own, "accuracy"].mean(), rows.loc[~is_own, "accuracy"]
-        found.append((*key, own, others.mean(), others.max(), len(others), own - others.mean()))
+        of_own, others = rows.loc[is_own, "accuracy"].mean(), rows.loc[~is_own, "accuracy"]
+        gains.append((*key, of_own, others.mean(), others.max(), len(others), of_own - others.mean()))
     columns = [*RUN_KEY, "client_id", "own", "others", "best_other", "compared", "gain"]
     numbers = dict.fromkeys(["own", "others", "best_other", "gain"], "float64")
-    return pd.DataFrame(found, columns=columns).astype({**numbers, "client_id": "Int64", "compared": "int64"})
+    return pd.DataFrame(gains, columns=columns).astype({**numbers, "client_id": "Int64", "compared": "int64"})
 
 
 def as_square(matrix: pd.DataFrame) -> pd.DataFrame:
@@ -373,9 +371,9 @@ def silo_settings(tables: Tables) -> list[Setting]:
 
 def silo_summaries(tables: Tables) -> list[SiloSummary]:
     """One summary per setting of a cross-silo method; settings without any value are left out."""
-    own = silos(tables)
-    measured, values = per_silo(own), {p.run_id: _run_values(only(own, [p.run_id])) for p in own.paths}
-    found = []
+    of_silos = silos(tables)
+    measured, values = per_silo(of_silos), {p.run_id: _run_values(only(of_silos, [p.run_id])) for p in of_silos.paths}
+    summaries = []
     for setting in silo_settings(tables):
         runs = [values[run_id] for run_id in setting.run_ids]
         estimates = {name: estimate_by_seed([run[name] for run in runs], setting.seeds) for name in MEASURED}
@@ -383,8 +381,8 @@ def silo_summaries(tables: Tables) -> list[SiloSummary]:
         if any(estimates.values()):
             model = str(models.iloc[0]) if len(models) else PERSONAL
             method = called(str(setting.config.get("method", {}).get("name", "")))
-            found.append(SiloSummary(setting, method, model, estimates))
-    return found
+            summaries.append(SiloSummary(setting, method, model, estimates))
+    return summaries
 
 
 def _run_values(run: Tables) -> dict[str, float | None]:

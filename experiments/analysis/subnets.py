@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from fedloom.experiments.analysis.rounds import communication
-from fedloom.experiments.analysis.seeds import SEEDS, Estimate, estimate_by_seed
-from fedloom.experiments.analysis.settings import Setting, flat, settings_of
+from fedloom.experiments.analysis.settings import SEEDS, Estimate, Setting, estimate_by_seed, flat, settings_of
 from fedloom.experiments.analysis.tables import (
     ALONE,
     SUBNETS,
@@ -156,43 +155,42 @@ def subnets(tables: Tables, labels: Labels) -> pd.DataFrame:
     rows = rows.assign(name=names, target=target)
     key = ["experiment", "run_id", "model", "target", "architecture"]
     table = rows.pivot_table(index=key, columns="name", values="value", aggfunc="last", sort=False)
-    values = table.reindex(columns=list(MEASURED)).astype("float64").reset_index().rename_axis(columns=None)
+    values = table.reindex(columns=list(MEASURED[len(COSTS) :])).astype("float64").reset_index()
+    values = values.rename_axis(columns=None).astype(dict.fromkeys(key, object))
     # Pivoting sorts the rows by key; this restores the order of the evaluation.
-    wide = (
-        rows[key].drop_duplicates().astype(object).merge(values.astype(dict.fromkeys(key, object)), on=key, how="left")
-    )
+    wide = rows[key].drop_duplicates().astype(object).merge(values, on=key, how="left")
+    wide = wide.merge(architecture_costs(tables), on=["run_id", "architecture"], how="left")
     label = [labels.of(str(r), str(a)) for r, a in zip(wide["run_id"], wide["architecture"], strict=True)]
-    return _with_known_costs(wide.assign(label=pd.Series(label, wide.index, dtype=object)), tables)
+    wide = wide[[*key, *MEASURED]].astype(dict.fromkeys(COSTS, "float64"))
+    return wide.assign(label=pd.Series(label, wide.index, dtype=object))
 
 
-def _with_known_costs(frame: pd.DataFrame, tables: Tables) -> pd.DataFrame:
-    """Fills costs that the evaluation did not record from the kept models and the scored candidates."""
-    both = pd.concat([f[["architecture", "run_id", *COSTS]].astype(object) for f in (tables.models, tables.candidates)])
-    known = {(r.run_id, r.architecture): r for r in both.itertuples()}
-    for cost in COSTS:
-        found = [
-            getattr(known.get((r, a)), cost, None) for r, a in zip(frame["run_id"], frame["architecture"], strict=True)
-        ]
-        frame[cost] = frame[cost].fillna(pd.Series(found, frame.index, dtype="float64"))
-    return frame
+def architecture_costs(tables: Tables) -> pd.DataFrame:
+    """MACs and parameters per (run, architecture), from the evaluations, else the kept models, else the candidates."""
+    key, costs = ["run_id", "architecture"], [*COSTS]
+    rows = tables.evaluations[tables.evaluations["metric"].isin(costs)].dropna(subset=key)
+    rows = rows.drop_duplicates([*key, "metric"], keep="last").astype(dict.fromkeys([*key, "metric"], object))
+    wide = rows.pivot(index=key, columns="metric", values="value").reindex(columns=costs).reset_index()
+    others = [f[[*key, *costs]].astype(dict.fromkeys(costs, "Float64")) for f in (tables.models, tables.candidates)]
+    both = pd.concat([f.astype(object) for f in (wide, *others)], ignore_index=True).dropna(subset=key)
+    return both.groupby(key, sort=False)[costs].first().reset_index()
 
 
 def subnet_summaries(tables: Tables, labels: Labels) -> list[SubnetSummary]:
     """One summary per setting, with means and intervals over its seeds; settings without subnets are left out."""
     frame = subnets(tables, labels)
-    found = []
-    for setting in settings_of(tables):
-        rows = setting.rows(frame)
-        if len(rows):
-            predictors = _predictors(setting.rows(tables.evaluations))
-            found.append(SubnetSummary(setting, tuple(_subnets(rows)), tuple(predictors)))
-    return found
+    rows_of = [(setting, setting.rows(frame)) for setting in settings_of(tables)]
+    return [
+        SubnetSummary(setting, tuple(_subnets(rows)), tuple(_predictors(setting.rows(tables.evaluations))))
+        for setting, rows in rows_of
+        if len(rows)
+    ]
 
 
 def _subnets(rows: pd.DataFrame) -> Iterable[Subnet]:
     # Winners are grouped by target, because seeds may find different ones; members of the family by architecture.
-    place = rows["target"].where(rows["model"] == SEARCHED, rows["architecture"])
-    for (model, _), group in rows.groupby([rows["model"], place], sort=False):
+    target = rows["target"].where(rows["model"] == SEARCHED, rows["architecture"])
+    for (model, _), group in rows.groupby([rows["model"], target], sort=False):
         names = list(dict.fromkeys(group["architecture"]))
         same = len(names) == 1
         label = str(group["label"].iloc[0]) if same else "differs"
@@ -299,7 +297,11 @@ def cost_comparisons(tables: Tables, labels: Labels) -> list[CostComparison]:
     are the search, which trains nothing, and the final evaluation.
     """
     settings = [s for s in settings_of(tables) if s.kind == SUBNETS]
-    stages = _complete(communication(tables), settings)
+    # The stages that trained for all configured rounds.
+    wanted = {run_id: s.config["method"]["train"]["rounds"] for s in settings for run_id in s.run_ids}
+    stages = communication(tables)
+    is_whole = (stages["rounds"] >= stages["run_id"].map(wanted)).fillna(False)
+    stages = stages[is_whole & stages["kind"].isin(["supernet", "alone"])]
     costs = {s.name: _stage_costs(s.rows(stages)) for s in settings}
     supernets = [s for s in settings if "supernet" in costs[s.name]]
     separate = [s for s in settings if any(name.startswith("alone/") for name in costs[s.name])]
@@ -309,13 +311,6 @@ def cost_comparisons(tables: Tables, labels: Labels) -> list[CostComparison]:
         if one.config["data"]["dataset"] == other.config["data"]["dataset"]
         and one.config["space"] == other.config["space"]
     ]
-
-
-def _complete(stages: pd.DataFrame, settings: Iterable[Setting]) -> pd.DataFrame:
-    """The stages that trained for all configured rounds."""
-    wanted = {run_id: s.config["method"]["train"]["rounds"] for s in settings for run_id in s.run_ids}
-    rounds = stages["run_id"].map(wanted)
-    return stages[(stages["rounds"] >= rounds).fillna(False) & stages["kind"].isin(["supernet", "alone"])]
 
 
 def _stage_costs(stages: pd.DataFrame) -> dict[str, Cost]:

@@ -53,11 +53,11 @@ class Tables:
 
     def recorded(self, run_id: str, column: str) -> Any:
         """The JSON value that the run recorded in a column of `runs`; None if it ended before recording it."""
-        place = (run_id, column)
-        if place not in self._parsed:
+        run_and_column = (run_id, column)
+        if run_and_column not in self._parsed:
             text = self._recorded.get(run_id, {}).get(column)
-            self._parsed[place] = json.loads(text) if isinstance(text, str) else None
-        return self._parsed[place]
+            self._parsed[run_and_column] = json.loads(text) if isinstance(text, str) else None
+        return self._parsed[run_and_column]
 
 
 def load(
@@ -250,11 +250,11 @@ Bounds = dict[tuple[str, str], float]
 
 def upper_bounds(tables: Tables) -> Bounds:
     """The bounds of all runs that recorded them."""
-    found: Bounds = {}
+    bounds: Bounds = {}
     for row in tables.runs.itertuples():
         recorded = json.loads(row.tiers) if isinstance(row.tiers, str) else []
-        found |= {(str(row.run_id), tier["tier"]): float(tier["upper"]) for tier in recorded}
-    return found
+        bounds |= {(str(row.run_id), tier["tier"]): float(tier["upper"]) for tier in recorded}
+    return bounds
 
 
 def with_training(tables: Tables) -> Tables:

@@ -7,8 +7,7 @@ are means of the clients' perplexities, which are larger than the exponential of
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -45,14 +44,14 @@ def tiers_of(tables: Tables, run_id: str) -> list[str]:
     if kind != TIERS:
         return [ALL_TIERS] if kind == SHARED else []
     stages = tables.rounds.loc[tables.rounds["run_id"] == run_id, "stage"].unique()
-    found = {str(stage).partition("/")[2] for stage in stages} - {""}
+    names = {str(stage).partition("/")[2] for stage in stages} - {""}
     for frame in (tables.candidates, tables.models):
-        found |= {str(t) for t in frame.loc[frame["run_id"] == run_id, "tier"].dropna()}
+        names |= {str(t) for t in frame.loc[frame["run_id"] == run_id, "tier"].dropna()}
     if "search" in config.get("method", {}):
-        given = config["tiers"]["upper_bounds"]
-        count = config["tiers"]["count"] if given is None else len(given)
-        found |= {f"tier{i}" for i in range(1, count + 1)}
-    return sorted(found, key=natural)
+        bounds = config["tiers"]["upper_bounds"]
+        count = config["tiers"]["count"] if bounds is None else len(bounds)
+        names |= {f"tier{i}" for i in range(1, count + 1)}
+    return sorted(names, key=natural)
 
 
 def architectures(tables: Tables) -> dict[tuple[str, str], str]:
@@ -95,10 +94,10 @@ def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None =
     rows = []
     for paths in tables.paths:
         for tier in tiers_of(tables, paths.run_id):
-            place = (paths.run_id, tier)
-            architecture = chosen.get(place)
-            cost = costs.get((*place, architecture), (None, None, None))
-            rows.append((paths.experiment, *place, bounds.get(place), architecture, *cost))
+            run_and_tier = (paths.run_id, tier)
+            architecture = chosen.get(run_and_tier)
+            cost = costs.get((*run_and_tier, architecture), (None, None, None))
+            rows.append((paths.experiment, *run_and_tier, bounds.get(run_and_tier), architecture, *cost))
     columns = [*RUN_KEY, "tier", "upper_bound", "architecture", "macs", "parameters", "search_metric"]
     frame = pd.DataFrame(rows, columns=columns).astype(
         {"upper_bound": "Float64", "macs": "Int64", "parameters": "Int64", "search_metric": "float64"}
@@ -117,8 +116,8 @@ def per_tier(tables: Tables, upper_bounds: dict[tuple[str, str], float] | None =
 def _costs(tables: Tables) -> dict[tuple[str, str, Any], tuple[Any, Any, Any]]:
     """MACs, parameters and the search's metric per (run, tier, architecture)."""
     columns = ["run_id", "tier", "architecture", "macs", "parameters", "metric"]
-    kept = for_all(tables, tables.models).reindex(columns=columns)
-    both = pd.concat([kept.astype(object), tables.candidates[columns].astype(object)], ignore_index=True)
+    models = for_all(tables, tables.models).reindex(columns=columns)
+    both = pd.concat([models.astype(object), tables.candidates[columns].astype(object)], ignore_index=True)
     # Rows of candidates come last and replace those of models, because they also have the metric.
     return {(r[0], r[1], r[2]): (r[3], r[4], r[5]) for r in both.itertuples(index=False)}
 
@@ -150,15 +149,11 @@ MARGIN = 0.1
 """Default distance of the reference point from the worst values of the fronts, as a share of their range."""
 
 
-@dataclass(frozen=True)
-class Box:
-    """The box that normalises hypervolumes, from the ideal point to the reference point, each (MACs, metric)."""
-
-    ideal: tuple[float, float]
-    reference: tuple[float, float]
+Point = tuple[float, float]
+"""MACs and metric."""
 
 
-def hypervolume(tables: Tables, reference: tuple[float, float] | None = None) -> pd.DataFrame:
+def hypervolume(tables: Tables, reference: Point | None = None) -> pd.DataFrame:
     """One row per (run, tier): the share of a box in the plane of MACs and metric that the run's candidates dominate.
 
     All runs of a tier share one box: from the ideal point (fewest MACs and best metric of any run's front) to the
@@ -170,13 +165,13 @@ def hypervolume(tables: Tables, reference: tuple[float, float] | None = None) ->
     """
     rows = pareto(tables)
     rows = rows[rows["macs"].notna() & np.isfinite(rows["metric"].astype("float64"))]
-    found: list[tuple[Hashable, ...]] = []
+    shares: list[tuple[Hashable, ...]] = []
     for tier, of_tier in rows.groupby("tier", sort=False):
         fronts = {key: front_of(run) for key, run in of_tier.groupby(["experiment", "run_id"], sort=False)}
-        box = _box(np.concatenate(list(fronts.values())), reference, str(tier))
-        found += [(*key, tier, len(f), _share(f, box), *box.ideal, *box.reference) for key, f in fronts.items()]
+        ideal, worst = _box(np.concatenate(list(fronts.values())), reference, str(tier))
+        shares += [(*key, tier, len(f), _share(f, ideal, worst), *ideal, *worst) for key, f in fronts.items()]
     points = ["ideal_macs", "ideal_metric", "reference_macs", "reference_metric"]
-    return pd.DataFrame(found, columns=["experiment", "run_id", "tier", "points", "hypervolume", *points])
+    return pd.DataFrame(shares, columns=["experiment", "run_id", "tier", "points", "hypervolume", *points])
 
 
 def front_of(candidates: pd.DataFrame, cost: str = "macs") -> np.ndarray:
@@ -186,7 +181,8 @@ def front_of(candidates: pd.DataFrame, cost: str = "macs") -> np.ndarray:
     return ordered[ordered["metric"] > best_before].to_numpy()
 
 
-def _box(points: np.ndarray, reference: tuple[float, float] | None, tier: str) -> Box:
+def _box(points: np.ndarray, reference: Point | None, tier: str) -> tuple[Point, Point]:
+    """The box that normalises hypervolumes, from the ideal point to the reference point."""
     (least, lowest), (most, best) = points.min(axis=0), points.max(axis=0)
     if reference is None:
         # A front of one point, or without a range, still needs a box with an area.
@@ -197,15 +193,14 @@ def _box(points: np.ndarray, reference: tuple[float, float] | None, tier: str) -
             f"the reference {tuple(map(float, reference))} of (MACs, metric) must be worse than the best of {tier}, "
             f"({least:g}, {best:g}): give more MACs and a lower metric"
         )
-    return Box((float(least), float(best)), (float(reference[0]), float(reference[1])))
+    return (float(least), float(best)), (float(reference[0]), float(reference[1]))
 
 
-def _share(front: np.ndarray, box: Box) -> float:
+def _share(front: np.ndarray, ideal: Point, reference: Point) -> float:
     from pymoo.indicators.hv import HV  # imported here, because it loads slowly and reports do not need it
 
-    ideal, reference = np.array(box.ideal), np.array(box.reference)
     # In both dimensions 0 is the ideal and 1 the reference; a point beyond the reference adds no volume.
-    scaled = (front - ideal) / (reference - ideal)
+    scaled = (front - np.array(ideal)) / (np.array(reference) - np.array(ideal))
     inside = scaled[(scaled < 1).all(axis=1)]
     return float(HV(ref_point=np.ones(2))(inside)) if len(inside) else 0.0
 
@@ -238,26 +233,30 @@ def with_perplexity(per_tier: pd.DataFrame, tables: Tables) -> pd.DataFrame:
     if not models:
         return per_tier
     wide = _central(rows, models).add_prefix(f"{PERPLEXITY}_").reset_index()
-    found = per_tier.merge(wide.astype({"run_id": object, "tier": object}), on=["run_id", "tier"], how="left")
+    frame = per_tier.merge(wide.astype({"run_id": object, "tier": object}), on=["run_id", "tier"], how="left")
     if {"fine_tuned", "rand_init"} <= set(models):
-        found["perplexity_gain"] = found["perplexity_rand_init"] - found["perplexity_fine_tuned"]
-    found = found.merge(_searched(tables), on=["run_id", "tier", "architecture"], how="left")
-    return found.merge(_over_clients(tables, set(per_tier["run_id"])), on=[*RUN_KEY, "tier"], how="outer", sort=False)
+        frame["perplexity_gain"] = frame["perplexity_rand_init"] - frame["perplexity_fine_tuned"]
+    frame = frame.merge(_searched(tables), on=["run_id", "tier", "architecture"], how="left")
+    of_clients = fairness(tables, PERPLEXITY)
+    of_clients = fairness_by_tier(of_clients[of_clients["run_id"].isin(per_tier["run_id"])], "clients_")
+    return frame.merge(of_clients, on=[*RUN_KEY, "tier"], how="outer", sort=False)
 
 
 def _searched(tables: Tables) -> pd.DataFrame:
-    rows = tables.candidates.dropna(subset=["loss"]).drop_duplicates(["run_id", "tier", "architecture"], keep="last")
-    places = rows[["run_id", "tier", "architecture"]].astype(object)
-    return places.assign(search_perplexity=rows["loss"].map(perplexity_of).astype("float64"))
+    key = ["run_id", "tier", "architecture"]
+    rows = tables.candidates.dropna(subset=["loss"]).drop_duplicates(key, keep="last")
+    return rows[key].astype(object).assign(search_perplexity=rows["loss"].map(perplexity_of).astype("float64"))
 
 
-def _over_clients(tables: Tables, runs: Collection[str]) -> pd.DataFrame:
-    frame = fairness(tables, PERPLEXITY)
-    frame = frame[frame["run_id"].isin(runs)]
+FAIRNESS = ("mean", "std", "worst")
+
+
+def fairness_by_tier(fairness: pd.DataFrame, prefix: str = "") -> pd.DataFrame:
+    """`clients.fairness` as a row per (run, tier), with the columns PREFIX MODEL_mean, MODEL_std and MODEL_worst."""
     key = [*RUN_KEY, "tier"]
     pieces = [
-        frame.pivot(index=key, columns="model", values=what).add_prefix("clients_").add_suffix(f"_{what}")
-        for what in ("mean", "std", "worst")
+        fairness.pivot(index=key, columns="model", values=what).add_prefix(prefix).add_suffix(f"_{what}")
+        for what in FAIRNESS
     ]
     wide = pd.concat(pieces, axis=1).rename_axis(columns=None).reset_index()
     return wide.astype(dict.fromkeys(key, object))

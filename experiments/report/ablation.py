@@ -32,7 +32,7 @@ from fedloom.experiments.analysis.ablation import (
 )
 from fedloom.experiments.analysis.outcomes import MODEL_KEY, final_model, outcomes
 from fedloom.experiments.analysis.rounds import convergence, simulated_hours, steps
-from fedloom.experiments.analysis.seeds import FEWEST, SEEDS, Estimate, is_absent, spread
+from fedloom.experiments.analysis.settings import FEWEST, SEEDS, Estimate, is_absent, spread
 from fedloom.experiments.analysis.subnets import labels_of
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, SEARCH, Tables, natural, real_rounds, shown_models
 from fedloom.experiments.report.clients import failures_block
@@ -169,8 +169,8 @@ def points_block(study: Study, *, wide: bool) -> Block:
             Estimate(mean, None if is_absent(half_width) else half_width, n, tuple(values))
             for n, mean, half_width, values in frame[["n", "mean", "half_width", "values"]].itertuples(index=False)
         ]
-        places = frame[key].itertuples(index=False, name=None)
-        written.append(dict(zip(places, (with_interval(e, write) for e in estimates), strict=True)))
+        keys = frame[key].itertuples(index=False, name=None)
+        written.append(dict(zip(keys, (with_interval(e, write) for e in estimates), strict=True)))
     shown = _model_columns(points, study.names)
     rows = [
         (
@@ -265,8 +265,8 @@ def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch]) -> 
     """Draws a legend below the panel, where it covers no points."""
     longest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), 52 // (longest + 5)))
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": columns}
-    axes.legend(handles=handles, title=title, title_fontsize=9, **place, **LEGEND)
+    position: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": columns}
+    axes.legend(handles=handles, title=title, title_fontsize=9, **position, **LEGEND)
 
 
 def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:

@@ -227,29 +227,29 @@ def _places(nodes: int) -> list[Place]:
 
 
 def _draw(axes: Axes, cell: Cell) -> None:
-    places = _places(cell.nodes)
-    _output(axes, cell.nodes, places)
+    positions = _places(cell.nodes)
+    _output(axes, cell.nodes, positions)
     circles = []
-    for node, place in enumerate(places):
-        inner = 2 <= node < len(places) - 1
+    for node, position in enumerate(positions):
+        inner = 2 <= node < len(positions) - 1
         style: dict[str, Any] = {"linestyle": (0, (2, 2))} if is_dead(cell, node) else {}
         face = "#E8EEF4" if inner else "#F4F4F4"
-        circle = Circle(place, 0.25, facecolor=face, edgecolor="#6B6B6B", linewidth=1.0, zorder=5, **style)
+        circle = Circle(position, 0.25, facecolor=face, edgecolor="#6B6B6B", linewidth=1.0, zorder=5, **style)
         circles.append(axes.add_patch(circle))
-        axes.text(*place, f"${_label(node, cell.nodes)}$", ha="center", va="center", fontsize=8, color=INK, zorder=6)
+        axes.text(*position, f"${_label(node, cell.nodes)}$", ha="center", va="center", fontsize=8, color=INK, zorder=6)
     for edge in cell.edges:
         for i, name in enumerate(edge.operators):
-            ends, rims = (places[edge.source], places[edge.node]), (circles[edge.source], circles[edge.node])
+            ends, rims = (positions[edge.source], positions[edge.node]), (circles[edge.source], circles[edge.node])
             _arc(axes, ends, rims, _height(edge, i), name)
     reach = [_height(edge, len(edge.operators) - 1) for edge in cell.edges]
-    axes.set_xlim(-0.5, places[-1][0] + 0.5)
+    axes.set_xlim(-0.5, positions[-1][0] + 0.5)
     axes.set_ylim(min([-0.6, *reach]) - 0.2, max([0.6, *reach]) + 0.2)
     axes.set_aspect("equal")
 
 
-def _output(axes: Axes, nodes: int, places: Sequence[Place]) -> None:
+def _output(axes: Axes, nodes: int, positions: Sequence[Place]) -> None:
     """Draws a box around the nodes with one arrow to the output, which joins all of them."""
-    first, last, out = places[2][0], places[nodes + 1][0], places[-1][0]
+    first, last, out = positions[2][0], positions[nodes + 1][0], positions[-1][0]
     style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.3", "facecolor": "#FAFAFA"}
     box = FancyBboxPatch((first - 0.36, -0.36), last - first + 0.72, 0.72, edgecolor="#C4C4C4", zorder=0, **style)
     axes.add_patch(box)

@@ -10,8 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from fedloom.experiments.analysis.clients import failures, fairness, of_final_models, paragraphs, per_class
-from fedloom.experiments.analysis.seeds import SEEDS
-from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.settings import SEEDS, Setting
 from fedloom.experiments.analysis.tables import ALL_TIERS, Tables, natural, shown_models
 from fedloom.experiments.analysis.tiers import PERPLEXITY
 from fedloom.experiments.report.content import Block, Picture

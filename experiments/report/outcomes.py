@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from fedloom.experiments.analysis.seeds import by_seed, estimate_by_seed
+from fedloom.experiments.analysis.settings import by_seed, estimate_by_seed
 from fedloom.experiments.analysis.tables import METRIC
 from fedloom.experiments.analysis.tiers import front_of
 from fedloom.experiments.report.content import Block, Picture

@@ -11,8 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, is_own
-from fedloom.experiments.analysis.seeds import SEEDS, spread
-from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.settings import SEEDS, Setting, spread
 from fedloom.experiments.analysis.subnets import Labels
 from fedloom.experiments.analysis.tables import ALONE, GAINS, MODELS, SILOS, SUBNETS, Tables, only
 from fedloom.experiments.analysis.tiers import PERPLEXITY, perplexity_of
@@ -334,8 +333,8 @@ def _bars(axes: Axes, sums: pd.DataFrame, scale: float, prefix: str) -> None:
         values = sums[column].to_numpy(dtype=float)
         axes.barh(at + offset, values / scale, height=0.36, color=colour)
         for y, value in zip(at + offset, values, strict=True):
-            place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
-            axes.annotate(size(value), (value / scale, y), (4, 0), **place)
+            style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
+            axes.annotate(size(value), (value / scale, y), (4, 0), **style)
     quiet(axes, xlabel=f"{prefix}B")
     heading(axes, "Sum over all clients, per stage", pad=FOR_NAMES)
     axes.set_yticks(at, [stage_name(str(kind)) for kind in sums.index])
@@ -345,8 +344,8 @@ def _bars(axes: Axes, sums: pd.DataFrame, scale: float, prefix: str) -> None:
 
 
 def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> None:
-    own, rest = _parts(rounds)
-    for rows, width, look in ((own, 1.0, str), (rest, 0.7, tint)):
+    of_method, baseline = _parts(rounds)
+    for rows, width, look in ((of_method, 1.0, str), (baseline, 0.7, tint)):
         for _, run in rows.groupby("run_id", sort=False):
             x = np.arange(len(run) + 1)
             for column, (colour, line, size_pt) in DIRECTIONS.items():
@@ -357,8 +356,8 @@ def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> 
     whole_numbers(axes)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    _stage_marks(axes, own)
-    if len(rest):
+    _stage_marks(axes, of_method)
+    if len(baseline):
         handles = [
             legend_line(color=INK, linewidth=2.6, label="method"),
             legend_line(color=tint(INK), linewidth=1.8, label="rand-init baseline alone"),
@@ -377,9 +376,9 @@ def _totals(rounds: pd.DataFrame) -> NDArray[np.float64]:
     return np.concatenate([*(part.ravel() for part in sums), [0.0]])
 
 
-def _stage_marks(axes: Axes, own: pd.DataFrame) -> None:
+def _stage_marks(axes: Axes, rounds: pd.DataFrame) -> None:
     """Marks the limits between kinds of stages, as in the first run."""
-    first = own[own["run_id"] == own["run_id"].iloc[0]] if len(own) else own
+    first = rounds[rounds["run_id"] == rounds["run_id"].iloc[0]] if len(rounds) else rounds
     kinds = list(first["kind"])
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
     for start in starts:

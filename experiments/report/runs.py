@@ -17,8 +17,7 @@ from rich.text import Text
 from fedloom.experiments.analysis.clients import client_metrics, confusions, failures, fairness, paragraphs, per_class
 from fedloom.experiments.analysis.outcomes import outcomes
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
-from fedloom.experiments.analysis.seeds import is_absent
-from fedloom.experiments.analysis.settings import NOT_SET, Setting, settings_of, value_text
+from fedloom.experiments.analysis.settings import NOT_SET, Setting, is_absent, settings_of, value_text
 from fedloom.experiments.analysis.silos import (
     SiloSummary,
     p_matrix,

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from fedloom.experiments.analysis.seeds import SEEDS, by_seed, is_absent, spread
-from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.settings import SEEDS, Setting, by_seed, is_absent, spread
 from fedloom.experiments.analysis.silos import (
     PERSONAL,
     Phases,
@@ -386,9 +385,9 @@ def gains_figure(matrix: pd.DataFrame) -> Figure | None:
     rows, silo_ids = list(square.index), list(square.columns)
     gain = personalisation_gains(matrix).set_index("client_id")["gain"].reindex(rows) * 100
     values = square.to_numpy(dtype=float)
-    own = np.array([square.loc[i, i] for i in rows], dtype=float)
+    with_own = np.array([square.loc[i, i] for i in rows], dtype=float)
     # p_ii - p_ii is 0 by definition, so the diagonal stays white.
-    differences = own[:, None] - values
+    differences = with_own[:, None] - values
     differences[[[i == j for j in silo_ids] for i in rows]] = np.nan
     both = np.column_stack([differences, gain.to_numpy(dtype=float)])
     low, high = float(np.nanmin(values)), float(np.nanmax(values))

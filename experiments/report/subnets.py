@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.seeds import SEEDS, is_absent, spread
-from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.settings import SEEDS, Setting, is_absent, settings_of, spread
 from fedloom.experiments.analysis.subnets import (
     FRONT,
     SAMPLES,

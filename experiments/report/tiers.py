@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from fedloom.experiments.analysis.clients import fairness
-from fedloom.experiments.analysis.seeds import SEEDS, Estimate, estimate_by_seed, is_absent
-from fedloom.experiments.analysis.settings import Setting, settings_of
+from fedloom.experiments.analysis.settings import SEEDS, Estimate, Setting, estimate_by_seed, is_absent, settings_of
 from fedloom.experiments.analysis.subnets import decoded
 from fedloom.experiments.analysis.tables import (
     ALL_TIERS,
@@ -22,7 +21,7 @@ from fedloom.experiments.analysis.tables import (
     runs_of_kind,
     shown_models,
 )
-from fedloom.experiments.analysis.tiers import per_tier, tiers_of, with_perplexity
+from fedloom.experiments.analysis.tiers import FAIRNESS, fairness_by_tier, per_tier, tiers_of, with_perplexity
 from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
     COUNTS,
@@ -59,8 +58,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-FAIRNESS = ("mean", "std", "worst")
-
 
 @dataclass(frozen=True)
 class TierSummary:
@@ -86,7 +83,7 @@ class Summary:
 
 def summarise(per_tier: pd.DataFrame, fairness: pd.DataFrame, settings: Sequence[Setting]) -> list[Summary]:
     """Means and intervals over seeds of the frames' numbers, per setting and tier; settings without tiers have none."""
-    both = per_tier.merge(_wide(fairness), on=["experiment", "run_id", "tier"], how="outer", sort=False)
+    both = per_tier.merge(fairness_by_tier(fairness), on=["experiment", "run_id", "tier"], how="outer", sort=False)
     summaries = []
     for setting in settings:
         if len(setting.rows(per_tier)):
@@ -99,15 +96,6 @@ def summarise(per_tier: pd.DataFrame, fairness: pd.DataFrame, settings: Sequence
 def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
     """The tiers of the runs, per setting."""
     return summarise(with_perplexity(per_tier(tables, bounds), tables), fairness(tables), settings_of(tables))
-
-
-def _wide(fairness: pd.DataFrame) -> pd.DataFrame:
-    key = ["experiment", "run_id", "tier"]
-    if fairness.empty:
-        return pd.DataFrame(columns=key, dtype=object)
-    pieces = [fairness.pivot(index=key, columns="model", values=what).add_suffix(f"_{what}") for what in FAIRNESS]
-    wide = pd.concat(pieces, axis=1).rename_axis(columns=None)
-    return wide.reset_index().astype(dict.fromkeys(key, object))
 
 
 def _tier(tier: str, rows: pd.DataFrame) -> TierSummary:
@@ -270,10 +258,10 @@ def pareto_figure(
         panels.append(axes)
     same_limits(panels, x=True, y=True)
     handles = _handles(tiers, with_bounds=any(bounds.values()))
-    place: dict[str, Any] = {"loc": "outside right center"}
+    position: dict[str, Any] = {"loc": "outside right center"}
     if parts[0] is not figure:
-        place = {"loc": "outside lower center", "ncols": min(len(handles), 6)}
-    figure.legend(handles=handles, **place, **LEGEND)
+        position = {"loc": "outside lower center", "ncols": min(len(handles), 6)}
+    figure.legend(handles=handles, **position, **LEGEND)
     return figure
 
 

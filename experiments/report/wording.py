@@ -6,8 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.seeds import FEWEST, SEEDS, Estimate, estimate_by_seed, is_absent
-from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.settings import FEWEST, SEEDS, Estimate, Setting, estimate_by_seed, is_absent
 
 Write = Callable[[Any], str]
 ABSENT = "–"

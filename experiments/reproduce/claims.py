@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from fedloom.experiments.analysis.compare import difference
-from fedloom.experiments.analysis.seeds import estimate
+from fedloom.experiments.analysis.settings import estimate
 from fedloom.experiments.reproduce.items import (
     AtLeast,
     AtMost,

@@ -7,8 +7,7 @@ from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedloom.experiments.analysis.seeds import SEEDS
-from fedloom.experiments.analysis.settings import Setting
+from fedloom.experiments.analysis.settings import SEEDS, Setting
 from fedloom.experiments.report import drawing
 from fedloom.experiments.report.ablation import values_legend
 from fedloom.experiments.report.drawing import pdf, png, same_limits, tint

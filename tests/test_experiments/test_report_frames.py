@@ -11,8 +11,7 @@ import pytest
 from fedloom.experiments.analysis.clients import failures, fairness
 from fedloom.experiments.analysis.outcomes import per_model
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
-from fedloom.experiments.analysis.seeds import Estimate, estimate
-from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.settings import Estimate, estimate, settings_of
 from fedloom.experiments.analysis.tables import Tables, latest_run, load
 from fedloom.experiments.analysis.tiers import architectures, pareto, per_tier
 from fedloom.experiments.report.runs import records

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from fedloom.experiments.analysis.clients import fairness
 from fedloom.experiments.analysis.rounds import convergence
-from fedloom.experiments.analysis.seeds import Estimate
-from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.settings import Estimate, settings_of
 from fedloom.experiments.analysis.subnets import (
     Cost,
     cost_comparisons,

@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 
 from fedloom.experiments import analysis
-from fedloom.experiments.analysis.seeds import estimate_by_seed, spread
-from fedloom.experiments.analysis.settings import settings_of
+from fedloom.experiments.analysis.settings import estimate_by_seed, settings_of, spread
 from fedloom.platform.plugins import called
 from fedloom.platform.results.writer import RunWriter
 
