@@ -90,9 +90,8 @@ def settings_of(tables: Tables) -> list[Setting]:
     of_experiment: dict[str, list[list[str]]] = {}
     for group in groups:
         of_experiment.setdefault(experiments[group[0]], []).append(group)
-    by_first = {
-        s.run_ids[0]: s for e, alike_runs in of_experiment.items() for s in _settings(tables, e, alike_runs, values)
-    }
+    settings = (s for name, alike_runs in of_experiment.items() for s in _settings(tables, name, alike_runs, values))
+    by_first = {setting.run_ids[0]: setting for setting in settings}
     return [by_first[group[0]] for group in groups]
 
 

@@ -329,30 +329,13 @@ def as_square(matrix: pd.DataFrame) -> pd.DataFrame:
     return square.reindex(index=names, columns=names).astype("float64")
 
 
-MEASURED = (
-    "accuracy",
-    "std",
-    "worst",
-    "best_accuracy",
-    "best_round",
-    "global_accuracy",
-    "gain",
-    "parameters",
-    "macs",
-    "peak_memory_bytes",
-    "bytes_per_round",
-    "wall_s",
-    "architectures",
-)
-
-
 @dataclass(frozen=True)
 class SiloSummary:
     """Estimates of one setting over its seeds.
 
     `values` holds an estimate, or None, for: accuracy, std and worst (of the silos' own test accuracies);
-    best_accuracy and best_round (`silos.best_round`);
-    global_accuracy (mean of the shared model, if silos also have their own model); gain (mean personalisation gain);
+    best_accuracy and best_round (see `best_round`); global_accuracy (mean of the shared model, if silos also have their
+    own model); gain (mean personalisation gain);
     parameters and macs (means over the silos' models); peak_memory_bytes (maximum over silos in training);
     bytes_per_round (received and sent, per silo); wall_s (of all training rounds); architectures (number of distinct
     architectures of the silos).
@@ -376,7 +359,7 @@ def silo_summaries(tables: Tables) -> list[SiloSummary]:
     summaries = []
     for setting in silo_settings(tables):
         runs = [values[run_id] for run_id in setting.run_ids]
-        estimates = {name: estimate_by_seed([run[name] for run in runs], setting.seeds) for name in MEASURED}
+        estimates = {name: estimate_by_seed([run[name] for run in runs], setting.seeds) for name in runs[0]}
         models = measured.loc[measured["run_id"].isin(setting.run_ids), "model"]
         if any(estimates.values()):
             model = str(models.iloc[0]) if len(models) else PERSONAL
@@ -386,7 +369,7 @@ def silo_summaries(tables: Tables) -> list[SiloSummary]:
 
 
 def _run_values(run: Tables) -> dict[str, float | None]:
-    """The values of one run by the names of `MEASURED`; every silo with test data has the same weight."""
+    """The values of one run by the names in `SiloSummary`; every silo with test data has the same weight."""
     rows, gains = per_silo(run), personalisation_gains(p_matrix(run))
     best, rounds = best_round(run), real_rounds(training(run.rounds))
     sent, tasks = rounds["bytes_down"].sum() + rounds["bytes_up"].sum(), rounds["clients_planned"].sum()

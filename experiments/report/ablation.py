@@ -207,12 +207,8 @@ def _model_columns(rows: pd.DataFrame, names: Names) -> list[tuple[str, Write]]:
     return [(column, writers[column]) for column in MODEL_KEY if rows[column].nunique() > 1]
 
 
-def axis_blocks(study: Study) -> list[Block]:
-    """A table per axis of paired differences to its reference; none for a random search, which has no pairs."""
-    return [_axis_block(study, axis) for axis in study.axes] if is_grid(study.ablation) else []
-
-
-def _axis_block(study: Study, axis: str) -> Block:
+def axis_block(study: Study, axis: str) -> Block:
+    """The paired differences of an axis' values to its reference."""
     ablation = study.ablation
     compared = against_reference(study.frame, ablation, axis)
     shown = _model_columns(compared, study.names)
@@ -634,7 +630,8 @@ def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: T
         trials_block(ablation, states, tables),
         outcomes_block(outcome_groups(ablation, tables), tuple(ablation.axes)),
         points_block(study, wide=True),
-        *axis_blocks(study),
+        # A random search has no pairs.
+        *(axis_block(study, axis) for axis in study.axes if is_grid(ablation)),
         failures_block(tables),
     ]
     unfinished = any(s.state in ("waiting", "running", "stalled") for s in states)

@@ -127,11 +127,10 @@ def _distinct(space: DartsSpace, kept_by_silo: Mapping[int, Subspace], cell_type
         silos.setdefault(cell_edges(space, kept, cell_type), []).append(silo)
     whole = len(silos) == 1 and len(kept_by_silo) > 1
     nodes = space.design.nodes
-    return [Cell("all silos" if whole else _silos_in_words(who), nodes, edges) for edges, who in silos.items()]
-
-
-def _silos_in_words(silos: Sequence[int]) -> str:
-    return f"silo{'' if len(silos) == 1 else 's'} {', '.join(map(str, silos))}"
+    return [
+        Cell("all silos" if whole else f"silo{'' if len(who) == 1 else 's'} {', '.join(map(str, who))}", nodes, edges)
+        for edges, who in silos.items()
+    ]
 
 
 def cells_figure(cells: Sequence[Cell]) -> Figure:

@@ -260,16 +260,14 @@ def _stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
 SIMILAR_SETTINGS = 10.0
 """Settings share an axis if none of them fills less than one part in so many of it."""
 
-DIRECTIONS: dict[str, tuple[str, Any, float]] = {
-    "bytes_down": (BLUE, "-", 3.6),
-    "bytes_up": (VERMILION, (0, (2.2, 1.6)), 2.0),
+DIRECTIONS: dict[str, tuple[str, Any, float, str]] = {
+    "bytes_down": (BLUE, "-", 3.6, "down (server to clients)"),
+    "bytes_up": (VERMILION, (0, (2.2, 1.6)), 2.0, "up (clients to server)"),
 }
-"""Colour, line style and width of both directions: dashes over a broad line, since often both are the same curve."""
+"""Colour, line style, width and name of both directions: dashes over a broad line, as often they are the same curve."""
 
 FOR_NAMES = 18
 """Room for the names of stages above a panel, in points."""
-
-WORDS = {"bytes_down": "down (server to clients)", "bytes_up": "up (clients to server)"}
 
 
 def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
@@ -292,8 +290,8 @@ def communication_figure(kinds: pd.DataFrame, rounds: pd.DataFrame, settings: Se
     same_limits([left for left, _ in panels], x=True, most=SIMILAR_SETTINGS)
     same_limits([right for _, right in panels], x=True, y=True, most=SIMILAR_SETTINGS)
     handles = [
-        legend_line(color=colour, linestyle=line, linewidth=width, label=WORDS[column])
-        for column, (colour, line, width) in DIRECTIONS.items()
+        legend_line(color=colour, linestyle=line, linewidth=width, label=name)
+        for colour, line, width, name in DIRECTIONS.values()
     ]
     legend_below(figure, handles, 2)
     return figure
@@ -348,7 +346,7 @@ def _cumulative(axes: Axes, rounds: pd.DataFrame, scale: float, prefix: str) -> 
     for rows, width, look in ((of_method, 1.0, str), (baseline, 0.7, tint)):
         for _, run in rows.groupby("run_id", sort=False):
             x = np.arange(len(run) + 1)
-            for column, (colour, line, size_pt) in DIRECTIONS.items():
+            for column, (colour, line, size_pt, _) in DIRECTIONS.items():
                 y = np.concatenate([[0.0], np.cumsum(run[column].to_numpy(dtype=float))]) / scale
                 axes.plot(x, y, color=look(colour), linestyle=line, linewidth=width * size_pt)
     quiet(axes, xlabel="rounds of all stages", ylabel=f"{prefix}B")

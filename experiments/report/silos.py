@@ -79,21 +79,33 @@ if TYPE_CHECKING:
 COSTS = ("parameters", "macs", "peak_memory_bytes", "bytes_per_round", "wall_s")
 """Columns that the terminal shows in a separate table."""
 
-COLUMNS: tuple[tuple[str, str, Write], ...] = (
-    ("accuracy", "test %,\nmean", percent),
-    ("std", "\nstd", percent),
-    ("worst", "\nworst", percent),
-    ("best_accuracy", "best\nround %", percent),
-    ("best_round", "that\nround", count),
-    ("global_accuracy", "before\npers.", percent),
-    ("gain", "arch.\ngain", points),
-    ("parameters", "params", si),
-    ("macs", "MACs", si),
-    ("architectures", "different\narch.", count),
-    ("peak_memory_bytes", "peak\nmemory", size),
-    ("bytes_per_round", "bytes per\nround", size),
-    ("wall_s", "wall\ntime", seconds),
+COLUMNS: tuple[tuple[str, str, Write, str], ...] = (
+    ("accuracy", "test %,\nmean", percent, ""),
+    ("std", "\nstd", percent, ""),
+    ("worst", "\nworst", percent, ""),
+    (
+        "best_accuracy",
+        "best\nround %",
+        percent,
+        "best round: the highest mean test accuracy of the rounds measured, as papers report it (too high, as test "
+        "data chose that round; nothing is trained, searched or chosen by it)",
+    ),
+    ("best_round", "that\nround", count, ""),
+    ("global_accuracy", "before\npers.", percent, "before pers.: the shared model's mean accuracy"),
+    (
+        "gain",
+        "arch.\ngain",
+        points,
+        "arch. gain: mean over silos of g, by which a silo's architecture beats the others' on its own data",
+    ),
+    ("parameters", "params", si, "params: mean over the silos' models"),
+    ("macs", "MACs", si, "MACs: of one forward pass of one sample, mean over the silos' models"),
+    ("architectures", "different\narch.", count, ""),
+    ("peak_memory_bytes", "peak\nmemory", size, "peak memory: the largest of any silo in training"),
+    ("bytes_per_round", "bytes per\nround", size, "bytes per round: both ways, per silo"),
+    ("wall_s", "wall\ntime", seconds, "wall time: all training rounds, on the machine that computed them"),
 )
+"""The name of the value, its head, its format, and what explains it below the table."""
 
 
 def silo_blocks(tables: Tables, *, wide: bool) -> list[Block]:
@@ -124,12 +136,12 @@ def summary_block(
     rows = tuple(
         (
             *(summary.setting.name, summary.method, dataset)[: len(labels)],
-            *(with_interval(summary.values[key], write) for key, _, write in columns),
+            *(with_interval(summary.values[key], write) for key, _, write, _ in columns),
         )
         for summary, dataset in zip(summaries, datasets, strict=True)
     )
-    heads = (*labels, *(head for _, head, _ in columns))
-    return Block(title, _text(summaries, {key for key, _, _ in columns}), heads, rows, labels=len(labels))
+    heads = (*labels, *(head for _, head, _, _ in columns))
+    return Block(title, _text(summaries, {key for key, _, _, _ in columns}), heads, rows, labels=len(labels))
 
 
 def _text(summaries: Sequence[SiloSummary], shown: set[str]) -> tuple[str, ...]:
@@ -141,18 +153,7 @@ def _text(summaries: Sequence[SiloSummary], shown: set[str]) -> tuple[str, ...]:
             f"Accuracy of every silo's model{which} on its own test data in %; all silos weigh the same, std is "
             "that of the silos (divided by their number)."
         )
-    notes = {
-        "best_accuracy": "best round: the highest mean test accuracy of the rounds measured, as papers report it (too "
-        "high, as test data chose that round; nothing is trained, searched or chosen by it)",
-        "global_accuracy": "before pers.: the shared model's mean accuracy",
-        "gain": "arch. gain: mean over silos of g, by which a silo's architecture beats the others' on its own data",
-        "parameters": "params: mean over the silos' models",
-        "macs": "MACs: of one forward pass of one sample, mean over the silos' models",
-        "peak_memory_bytes": "peak memory: the largest of any silo in training",
-        "bytes_per_round": "bytes per round: both ways, per silo",
-        "wall_s": "wall time: all training rounds, on the machine that computed them",
-    }
-    explained = "; ".join(note for key, note in notes.items() if key in shown)
+    explained = "; ".join(note for key, _, _, note in COLUMNS if note and key in shown)
     return (*text, sentence(explained)) if explained else tuple(text)
 
 

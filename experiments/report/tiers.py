@@ -81,21 +81,17 @@ class Summary:
     tiers: tuple[TierSummary, ...]
 
 
-def summarise(per_tier: pd.DataFrame, fairness: pd.DataFrame, settings: Sequence[Setting]) -> list[Summary]:
-    """Means and intervals over seeds of the frames' numbers, per setting and tier; settings without tiers have none."""
-    both = per_tier.merge(fairness_by_tier(fairness), on=["experiment", "run_id", "tier"], how="outer", sort=False)
+def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
+    """Means and intervals over seeds, per setting and tier; settings without tiers have none."""
+    of_tiers, of_clients = with_perplexity(per_tier(tables, bounds), tables), fairness_by_tier(fairness(tables))
+    both = of_tiers.merge(of_clients, on=["experiment", "run_id", "tier"], how="outer", sort=False)
     summaries = []
-    for setting in settings:
-        if len(setting.rows(per_tier)):
+    for setting in settings_of(tables):
+        if len(setting.rows(of_tiers)):
             rows = setting.rows(both)
             tiers = sorted(dict.fromkeys(rows["tier"]), key=lambda t: (t == ALL_TIERS, natural(t)))
             summaries.append(Summary(setting, tuple(_tier(t, rows[rows["tier"] == t]) for t in tiers)))
     return summaries
-
-
-def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
-    """The tiers of the runs, per setting."""
-    return summarise(with_perplexity(per_tier(tables, bounds), tables), fairness(tables), settings_of(tables))
 
 
 def _tier(tier: str, rows: pd.DataFrame) -> TierSummary:

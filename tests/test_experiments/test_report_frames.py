@@ -11,11 +11,11 @@ import pytest
 from fedloom.experiments.analysis.clients import failures, fairness
 from fedloom.experiments.analysis.outcomes import per_model
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
-from fedloom.experiments.analysis.settings import Estimate, estimate, settings_of
+from fedloom.experiments.analysis.settings import Estimate, estimate
 from fedloom.experiments.analysis.tables import Tables, latest_run, load
 from fedloom.experiments.analysis.tiers import architectures, pareto, per_tier
 from fedloom.experiments.report.runs import records
-from fedloom.experiments.report.tiers import cell, columns_of, summarise
+from fedloom.experiments.report.tiers import cell, columns_of, tier_summaries
 from fedloom.experiments.report.wording import percent, seconds, si
 from fedloom.platform.results.writer import RunWriter
 
@@ -233,7 +233,7 @@ def test_summaries_give_student_intervals_over_the_seeds_of_a_setting(tmp_path: 
         write_run(tmp_path, run_id, value)
     write_run(tmp_path, "r4", 0.1, experiment="other")
     tables = load(tmp_path, ["r1", "r2", "r3", "r4"])
-    first, other = summarise(per_tier(tables), fairness(tables), settings_of(tables))
+    first, other = tier_summaries(tables, {})
     assert (first.setting.name, first.setting.run_ids) == ("demo", ("r1", "r2", "r3"))
     tier = first.tiers[0]
     tuned = tier.values["test_fine_tuned"]

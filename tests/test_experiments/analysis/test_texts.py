@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.analysis.clients import fairness
-from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables, load
 from fedloom.experiments.analysis.tiers import pareto, per_tier, with_perplexity
-from fedloom.experiments.report.tiers import narrow_tier_block, summarise
+from fedloom.experiments.report.tiers import narrow_tier_block, tier_summaries
 from fedloom.platform.results.writer import RunWriter
 
 PLACE = {"stage": "evaluation", "round": 0, "tier": "tier1", "architecture": "0-1", "split": "test", "samples": 10}
@@ -58,8 +56,7 @@ def test_the_search_by_loss_has_the_winner_by_loss(tmp_path: Path) -> None:
 
 def test_a_texts_table_is_in_perplexity(tmp_path: Path) -> None:
     tables = write_run(tmp_path)
-    frame = with_perplexity(per_tier(tables), tables)
-    (summary,) = summarise(frame, fairness(tables), settings_of(tables))
+    (summary,) = tier_summaries(tables, {})
     block = narrow_tier_block(summary)
     heads = [head.replace("\n", " ").strip() for head in block.heads]
     assert heads == [
