@@ -108,13 +108,13 @@ def _number(annotation: Any) -> Callable[[str], float]:
 def check_typed(args: argparse.Namespace) -> None:
     """Raises ValueError for an impossible path and a run without a name; of a key given twice the last value stays."""
     values = vars(args)
-    for option, given in values.items():
-        for path in given if isinstance(given, list) else [given]:
+    for option, value in values.items():
+        for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path) and not is_path(str(path)):
                 raise ValueError(f"--{option} {shown(path)}: must be {PATH.meaning}")
     for option in RUNS:
-        given = values.get(option)
-        if "" in (given if isinstance(given, list) else [given]):
+        value = values.get(option)
+        if "" in (value if isinstance(value, list) else [value]):
             raise ValueError("'' names no run and no ablation: give an id, the beginning of one, a name or a tag")
     for option in OVERRIDES:
         if option in values:

@@ -201,14 +201,14 @@ def _first_line(documented: Any) -> str:
 def show_code(points: Sequence[PluginPoint], *, as_json: bool) -> None:
     """Prints the keys, the required form of user code and the built-ins of plug-in points, or one JSON object."""
     if as_json:
-        places = []
+        points_json = []
         for point in points:
             built_in = [
                 {"name": code.name, "text": code.text, "options": [*map(_as_json, code.options)]}
                 for code in point.built_in
             ]
-            places.append({"kind": point.kind, "keys": list(point.keys), "own": point.form, "built_in": built_in})
-        write_json({"places": places})
+            points_json.append({"kind": point.kind, "keys": list(point.keys), "own": point.form, "built_in": built_in})
+        write_json({"places": points_json})
         return
     screen = console()
     for point in points:

@@ -93,9 +93,9 @@ def _summary(results: Path, run_id: str) -> dict[str, Any]:
 def show_report(files: "ReportFiles", table: RenderableType, figures: dict[str, Any], as_json: bool) -> None:
     """Prints the report's table and the paths of its files, or one JSON object."""
     if as_json:
-        places = {"html": str(files.html), "markdown": str(files.markdown), "plots": [str(p) for p in files.plots]}
-        places |= {"latex": str(files.latex)}
-        write_json({**figures, **places})
+        paths = {"html": str(files.html), "markdown": str(files.markdown), "plots": [str(p) for p in files.plots]}
+        paths |= {"latex": str(files.latex)}
+        write_json({**figures, **paths})
         return
     screen = console()
     screen.print(table)

@@ -24,8 +24,8 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
         _show_plan(ablation, args.json)
         return OK
     stored = args.resume if args.resume is not None else args.retry_failed
-    given = str(ablation.trials[0].config["results"])
-    results = args.results if stored is not None else given if is_remote(given) else Path(given)
+    configured = str(ablation.trials[0].config["results"])
+    results = args.results if stored is not None else configured if is_remote(configured) else Path(configured)
     view = TerminalView(quiet=args.json)
     view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
     try:

@@ -99,22 +99,22 @@ class AblationConfig:
     concurrent: Annotated[int | None, UP_TO_A_MILLION] = None
 
 
-def load_ablation_config(given: str, overrides: Sequence[str] = ()) -> tuple[str, AblationConfig]:
+def load_ablation_config(preset: str, overrides: Sequence[str] = ()) -> tuple[str, AblationConfig]:
     """Loads the name and definition of an ablation from a preset or a YAML file, with `ablation.KEY=VALUE` overrides.
 
     Raises ValueError in one line for an unknown preset, an unreadable file, an unknown key or a value out of range.
     """
-    path = _path(given)
+    path = _path(preset)
     name = check_name("ablation", path.stem)
-    own = _own(overrides)
+    changes = _own(overrides)
     try:
-        values = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), own), resolve=True)
+        values = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), changes), resolve=True)
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"ablation={given}: {path} cannot be read as YAML: {_first_line(error)}") from error
+        raise ValueError(f"ablation={preset}: {path} cannot be read as YAML: {_first_line(error)}") from error
     try:
         config = validated(AblationConfig, values, PREFIX)
     except ValueError as error:
-        raise ValueError(f"ablation={given}: {error}") from error
+        raise ValueError(f"ablation={preset}: {error}") from error
     check_ablation(config)
     return name, config
 
@@ -130,21 +130,21 @@ def _own(overrides: Sequence[str]) -> Any:
     return OmegaConf.from_dotlist([o.removeprefix(PREFIX) for o in overrides])
 
 
-def _path(given: str) -> Path:
-    if given.endswith((".yaml", ".yml")):
-        path = Path(given)
-        if not is_path(given):
-            raise ValueError(f"ablation={shown(given)}: must be {PATH.meaning}")
+def _path(preset: str) -> Path:
+    if preset.endswith((".yaml", ".yml")):
+        path = Path(preset)
+        if not is_path(preset):
+            raise ValueError(f"ablation={shown(preset)}: must be {PATH.meaning}")
         if not path.is_file():
-            raise ValueError(f"ablation={given}: there is no such file")
+            raise ValueError(f"ablation={preset}: there is no such file")
         return path
-    if given not in ablations():
+    if preset not in ablations():
         known = ablations()
         raise ValueError(
-            f"ablation={given}: no such ablation{nearest(given, known)}; there are {', '.join(known)}, or give a "
+            f"ablation={preset}: no such ablation{nearest(preset, known)}; there are {', '.join(known)}, or give a "
             "YAML file of your own (ablation=my.yaml)"
         )
-    return CONF / "ablation" / f"{given}.yaml"
+    return CONF / "ablation" / f"{preset}.yaml"
 
 
 def check_ablation(config: AblationConfig) -> None:

@@ -43,17 +43,17 @@ def plan_ablation(arguments: Sequence[str]) -> Ablation:
     Every trial's configuration is composed and checked. Raises ValueError with one line for a key or value that is
     unknown or out of range, or a key that is varied and set at the same time.
     """
-    given, own, common = _sorted_arguments(arguments)
-    name, config = load_ablation_config(given, own)
-    return plan_of(name, config, common, given=f"ablation={given}")
+    preset, changes, common = _sorted_arguments(arguments)
+    name, config = load_ablation_config(preset, changes)
+    return plan_of(name, config, common, named=f"ablation={preset}")
 
 
 def plan_of(
-    name: str, config: AblationConfig, common: Sequence[str], *, given: str, ablation_id: str | None = None
+    name: str, config: AblationConfig, common: Sequence[str], *, named: str, ablation_id: str | None = None
 ) -> Ablation:
     """Plans an ablation of this definition without writing files; `common` are further overrides of all its trials.
 
-    `given` is what errors call it, such as ablation=alpha; it gets a new id unless one is fixed. Raises ValueError like
+    `named` is what errors call it, such as ablation=alpha; it gets a new id unless one is fixed. Raises ValueError like
     `plan_ablation`.
     """
     chosen = [override.lstrip("+").partition("=")[0] for override in [*config.overrides, *common]]
@@ -63,9 +63,9 @@ def plan_of(
     is_random = config.search.kind == "random"
     points_planned = config.search.samples if is_random else math.prod(len(_choices(a)) for a in config.axes.values())
     if (trials_planned := points_planned * len(config.seeds)) > MOST_TRIALS:
-        raise ValueError(f"{given} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
+        raise ValueError(f"{named} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
     overrides = ["reuse_supernet=true", *config.overrides, *common]
-    base = _base(given, overrides, common)
+    base = _base(named, overrides, common)
     points = list(_points(config))
     changed = {key for point in points for key in point.changes}
     for override in [*config.overrides, *common]:
@@ -79,7 +79,7 @@ def plan_of(
     try:
         trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))
     except ValueError as error:
-        raise ValueError(f"{given} of {base.experiment}: {error}") from error
+        raise ValueError(f"{named} of {base.experiment}: {error}") from error
     return Ablation(
         ablation_id=ablation_id,
         name=name,
@@ -98,7 +98,7 @@ def plan_of(
     )
 
 
-def _base(given: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
+def _base(named: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
     """The configuration from which all trials differ.
 
     The error distinguishes mistakes in the ablation's overrides from mistakes in those of the command line.
@@ -108,18 +108,18 @@ def _base(given: str, overrides: Sequence[str], common: Sequence[str]) -> RunCon
     except ValueError as error:
         typed = compose_config(common)
         raise ValueError(
-            f"{given} does not fit {typed.experiment}: {error}; fedloom ablate --help says what it is for"
+            f"{named} does not fit {typed.experiment}: {error}; fedloom ablate --help says what it is for"
         ) from error
 
 
-def planned_ablation(root: Path, given: str, overrides: Sequence[str]) -> Ablation:
+def planned_ablation(root: Path, ablation_id: str, overrides: Sequence[str]) -> Ablation:
     """Loads a stored ablation and applies overrides that do not change results (`ray.*`, `executor.actors`, ...).
 
     Its addresses and folders are this machine's, as those of a run that is resumed (see `placed_here`).
 
     Raises ValueError for an unknown or damaged plan, and for one that names code in the results folder.
     """
-    ablation = find_ablation(root, given)
+    ablation = find_ablation(root, ablation_id)
     check_code_places((trial.config for trial in ablation.trials), root)
     for trial in ablation.trials[:1]:
         tell_left_out(f"ablation {ablation.ablation_id}", trial.config, overrides)
@@ -152,15 +152,15 @@ def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[st
     """The ablation's name, its `ablation.` overrides, and the overrides of its runs."""
     names = [a.partition("=")[2] for a in arguments if a.startswith("ablation=")]
     if len(names) != 1 or not names[0]:
-        given = f"{len(names)} ablations were given: " if len(names) > 1 else ""
-        raise ValueError(f"{given}give one ablation=NAME (or a YAML file of your own), such as ablation=beta_schedule")
-    own = [a for a in arguments if a.startswith(PREFIX)]
+        many = f"{len(names)} ablations were given: " if len(names) > 1 else ""
+        raise ValueError(f"{many}give one ablation=NAME (or a YAML file of your own), such as ablation=beta_schedule")
+    changes = [a for a in arguments if a.startswith(PREFIX)]
     rest = [a for a in arguments if not a.startswith((PREFIX, "ablation="))]
     for argument in rest:
         key = argument.partition("=")[0].lstrip("+")
         if key in ("seed", "name"):
             raise ValueError(f"{argument}: {NOT_AXES[key]}")
-    return names[0], own, rest
+    return names[0], changes, rest
 
 
 def _points(config: AblationConfig) -> Iterator[Point]:
@@ -197,11 +197,11 @@ def _choices(axis: AxisConfig) -> list[tuple[Any, Changes]]:
 def _point(combination: Sequence[tuple[str, Any, Changes]]) -> Point:
     setting = {name: value for name, value, _ in combination}
     changes: dict[str, Any] = {}
-    for name, _, own in combination:
-        for key in own:
+    for name, _, changed in combination:
+        for key in changed:
             if key in changes:
                 raise ValueError(f"ablation.axes.{name}: {key} is set by another axis, too: vary it in one of them")
-        changes.update(own)
+        changes.update(changed)
     return Point(setting, changes)
 
 
@@ -237,11 +237,11 @@ def _trials(
 ) -> Iterator[Trial]:
     index = 0
     for point in points:
-        own = tuple(f"{key}={override_text(value)}" for key, value in point.changes.items())
+        point_overrides = tuple(f"{key}={override_text(value)}" for key, value in point.changes.items())
         for seed in seeds:
-            config = asdict(compose_config([*overrides, *own, f"seed={seed}"]))
+            config = asdict(compose_config([*overrides, *point_overrides, f"seed={seed}"]))
             run_id = trial_id(ablation_id, index)
-            yield Trial(index, run_id, seed, dict(point.setting), own, {**config, "results": base.results})
+            yield Trial(index, run_id, seed, dict(point.setting), point_overrides, {**config, "results": base.results})
             index += 1
 
 

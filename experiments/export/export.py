@@ -109,7 +109,7 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
     _, config = stored_config(paths.root, paths.run_id)
     world = stored_world(paths, config)
     worker = Worker(world.spec)
-    found = {}
+    correct = {}
     with _threads(config.executor.threads), torch.no_grad():
         for name in list_models(paths):
             if name == SUPERNET:
@@ -122,9 +122,9 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
                 raise ValueError(f"run {paths.run_id}: samples of texts have many labels each; compare over clients")
             predicted = torch.cat([module(x_B).argmax(dim=1) for x_B in torch.split(x, BATCH_SIZE)])
             model = chosen.models[0] if len(chosen.models) == 1 else name
-            place = (model, chosen.tier or "server", "")
-            found[place] = ((predicted == y).numpy(), content_hash(y.numpy().tobytes()))
-    return found
+            key = (model, chosen.tier or "server", "")
+            correct[key] = ((predicted == y).numpy(), content_hash(y.numpy().tobytes()))
+    return correct
 
 
 def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
@@ -174,15 +174,15 @@ def _threads(threads: int) -> Iterator[None]:
 
 def _write(folder: Path, name: str, contents: Mapping[str, bytes]) -> dict[str, Path]:
     """Writes all files or none: complete in a temporary folder first, then renamed, the card last."""
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     files = {kind: folder / f"{name}.{kind}" for kind in contents}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_files(folder, name, files, contents)
     except OSError:
-        for place in new:
-            if place.is_dir() and not any(place.iterdir()):
-                place.rmdir()
+        for parent in new:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
         raise
     return files
 
@@ -290,11 +290,11 @@ def recorded(paths: RunPaths, chosen: Chosen) -> list[Card]:
     Scores from during training are left out, because they belong to other weights.
     """
     rows = read_table(paths.root, "evaluations", run_id=paths.run_id)
-    own = rows["architecture"].eq(architecture_id(chosen.architecture)) & rows["model"].isin(chosen.models)
-    own &= rows["stage"].eq(EVALUATION) & rows["client_id"].isna() & rows["split"].notna() & rows["detail"].isna()
+    is_final = rows["architecture"].eq(architecture_id(chosen.architecture)) & rows["model"].isin(chosen.models)
+    is_final &= rows["stage"].eq(EVALUATION) & rows["client_id"].isna() & rows["split"].notna() & rows["detail"].isna()
     if chosen.tier is not None:
-        own &= rows["tier"].eq(chosen.tier)
-    last = rows[own].drop_duplicates(["split", "metric"], keep="last")
+        is_final &= rows["tier"].eq(chosen.tier)
+    last = rows[is_final].drop_duplicates(["split", "metric"], keep="last")
     return [
         {
             **{name: row[name] for name in ("model", "split", "metric")},

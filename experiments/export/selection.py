@@ -57,9 +57,9 @@ class Chosen:
 
 def check_wanted(wanted: Wanted) -> None:
     """Raises ValueError if more than one model is requested."""
-    places = [wanted.tier, wanted.target, wanted.architecture]
-    given = sum(place is not None for place in places)
-    if given == 0 or (given == 1 and (wanted.model is None or wanted.tier is not None)):
+    choices = [wanted.tier, wanted.target, wanted.architecture]
+    chosen = sum(choice is not None for choice in choices)
+    if chosen == 0 or (chosen == 1 and (wanted.model is None or wanted.tier is not None)):
         return
     raise ValueError(
         "give at most one of --tier TIER, --target macs=1e9, --architecture TEXT and --model NAME (--tier and --model "
@@ -178,9 +178,9 @@ def _cut(paths: RunPaths, architecture: Architecture, label: str) -> Chosen:
 
 def _nothing_yet(paths: RunPaths) -> str:
     status = read_status(paths.status)
-    place = f" in stage {status.stage}" if status.stage else ""
+    stage = f" in stage {status.stage}" if status.stage else ""
     return (
-        f"run {paths.run_id} keeps no model yet (it is {status.state}{place}): wait until its training has ended, or "
+        f"run {paths.run_id} keeps no model yet (it is {status.state}{stage}): wait until its training has ended, or "
         f"continue it with fedloom resume {paths.run_id}"
     )
 

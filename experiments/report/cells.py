@@ -77,20 +77,20 @@ def parse(space: DartsSpace, text: str) -> Subspace | None:
     """The kept operators per edge, from "0,1/0//1" or an architecture "0-1-0-1"; None if the text does not fit."""
     pieces = text.split("/") if "/" in text else text.split("-")
     try:
-        kept = tuple(tuple(int(option) for option in piece.split(",") if option) for piece in pieces)
-        space.validate_subspace(kept)
+        subspace = tuple(tuple(int(option) for option in piece.split(",") if option) for piece in pieces)
+        space.validate_subspace(subspace)
     except ValueError:
         return None
-    return kept
+    return subspace
 
 
-def cell_edges(space: DartsSpace, kept: Subspace, cell_type: str) -> tuple[CellEdge, ...]:
+def cell_edges(space: DartsSpace, subspace: Subspace, cell_type: str) -> tuple[CellEdge, ...]:
     """The edges of a cell type that keep an operator, with operator names, in the space's order."""
     pairs = zip(space.edges(cell_type), space.decisions(cell_type), strict=True)
     return tuple(
-        CellEdge(source, node, tuple(space.operator_names[decision][option] for option in kept[decision]))
+        CellEdge(source, node, tuple(space.operator_names[decision][option] for option in subspace[decision]))
         for (source, node), decision in pairs
-        if kept[decision]
+        if subspace[decision]
     )
 
 
@@ -116,15 +116,15 @@ def cell_pictures(run: Tables) -> Iterator[tuple[str, Figure, int]]:
     texts = zip(rows["client_id"], rows["architecture"], strict=True)
     parsed = {int(silo): parse(space, str(text)) for silo, text in texts}
     for cell_type in reversed(CELL_TYPES):
-        cells = _distinct(space, {c: kept for c, kept in parsed.items() if kept is not None}, cell_type)
+        cells = _distinct(space, {c: subspace for c, subspace in parsed.items() if subspace is not None}, cell_type)
         if cells:
             yield cell_type, cells_figure(cells[:MOST_CELLS]), max(0, len(cells) - MOST_CELLS)
 
 
 def _distinct(space: DartsSpace, kept_by_silo: Mapping[int, Subspace], cell_type: str) -> list[Cell]:
     silos: dict[tuple[CellEdge, ...], list[int]] = {}
-    for silo, kept in kept_by_silo.items():
-        silos.setdefault(cell_edges(space, kept, cell_type), []).append(silo)
+    for silo, subspace in kept_by_silo.items():
+        silos.setdefault(cell_edges(space, subspace, cell_type), []).append(silo)
     whole = len(silos) == 1 and len(kept_by_silo) > 1
     nodes = space.design.nodes
     return [

@@ -160,12 +160,12 @@ def with_bars(axes: Axes, x: Iterable[float], rows: pd.DataFrame, colour: str, *
 
     Rows are drawn at the places `x`.
     """
-    for place, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
+    for at, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
         if pd.notna(half):
-            axes.errorbar([place], [100 * mean], [100 * half], color=colour, linestyle="none", **BAR, **style)
+            axes.errorbar([at], [100 * mean], [100 * half], color=colour, linestyle="none", **BAR, **style)
         else:
             heights = 100 * np.array(values)
-            axes.scatter(np.full(len(heights), place), heights, s=12, color=colour, marker="_", **style)
+            axes.scatter(np.full(len(heights), at), heights, s=12, color=colour, marker="_", **style)
 
 
 def whole_numbers(axes: Axes) -> None:

@@ -100,8 +100,8 @@ def training_facts(overrides: Sequence[str]) -> dict[str, Any]:
     forward passes. Stages that depend on what was trained are not counted. CIFAR and CINIC are stood in for.
     """
     with TemporaryDirectory(prefix="fedloom-counted-") as folder:
-        places = [f"results={folder}/results", "dry_run=true", "executor.kind=serial"]
-        start_run(compose_config([*_without_content(overrides, folder), *places]), make_serial)
+        settings = [f"results={folder}/results", "dry_run=true", "executor.kind=serial"]
+        start_run(compose_config([*_without_content(overrides, folder), *settings]), make_serial)
         stages = communication(load(Path(folder) / "results", tables=["rounds"]))
     return {**_costs(stages, "kind"), "by_stage": _costs(stages, "stage")}
 

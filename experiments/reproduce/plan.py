@@ -163,7 +163,7 @@ def planned(item: Item, part: Part, asked_for: Asked, results: Path) -> Ablation
         overrides=[f"{PRESET}{scale.experiment}", *overrides],
     )
     common = [*asked_for.free, f"results={override_text(str(results))}"]
-    plan = plan_of(item.name.replace("/", "-"), config, common, given=item.name, ablation_id=part.ablation_id)
+    plan = plan_of(item.name.replace("/", "-"), config, common, named=item.name, ablation_id=part.ablation_id)
     starts = scale.starts
     if not starts:
         return plan
