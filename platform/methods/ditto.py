@@ -10,7 +10,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import PERSONAL, validation_scores
-from fedloom.platform.clients.trainer import client_samples, received, train_network
+from fedloom.platform.clients.trainer import ValidationUse, client_samples, received, train_network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Round
@@ -54,21 +54,19 @@ class TrainDitto:
     local: LocalSGD
     pull: float
     rules: Rules
-    use_validation: bool = True
-    scored: bool = False
+    validation: ValidationUse = "trained"
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains both models; the update holds only the shared one, the personal one stays in the silo's state."""
         silo = begun(assignment.state, weights)
         network = self.subnet.on(worker)
-        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        data = client_samples(worker, assignment, use_validation=self.validation == "trained")
 
         shared = train_network(worker, assignment, network, weights, data, self.local).copied()
         pull = pull_towards(self.pull, received(worker, network, weights))
         resume = resumed(silo.momentum, pull)
         personal = train_network(worker, assignment, network, silo.weights, data, self.local.plain, resume)
-        unseen = self.scored and not self.use_validation
-        scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
+        scores = validation_scores(worker, assignment, network, PERSONAL) if self.validation == "scored" else ()
         personal = personal.copied()
         after = Personal(personal.tensors, personal.momentum)
         return replace(pair_outcome(shared, personal, data, self.rules.weighting, after), measurements=scores)
@@ -76,10 +74,9 @@ class TrainDitto:
 
 def stages(config: DittoConfig, world: World) -> list[Stage]:
     """Training of both models, then the evaluation of the personal ones."""
-    train = config.train
 
-    def client(subnet: Subnet, round_: Round) -> TrainDitto:
-        return TrainDitto(subnet, round_.local, train.pull, round_.rules, train.use_validation, round_.scored)
+    def client(subnet: Subnet, round_: Round, validation: ValidationUse) -> TrainDitto:
+        return TrainDitto(subnet, round_.local, config.train.pull, round_.rules, validation)
 
     return subnet_stages(world, config, ScoreOwn, client)
 

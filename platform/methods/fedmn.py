@@ -27,7 +27,15 @@ from torch.nn.utils.rnn import pad_sequence
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, places_of
 from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.scoring import validation_scores
-from fedloom.platform.clients.trainer import Train, client_samples, train_network, trained_outcome, update_of, with_more
+from fedloom.platform.clients.trainer import (
+    Train,
+    ValidationUse,
+    client_samples,
+    train_network,
+    trained_outcome,
+    update_of,
+    with_more,
+)
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, from_generator, to_all
@@ -167,20 +175,18 @@ class TrainModular:
     Attributes:
         router_lr: the router's learning rate.
         temperature: the temperature of the gates' gradients.
-        use_validation: whether to train on the validation data as well.
-        scored: whether to score the trained modules on validation data (unless `use_validation`).
+        validation: what the silo does with its validation data.
     """
 
     local: LocalSGD
     router_lr: float
     temperature: float
     rules: Rules
-    use_validation: bool = True
-    scored: bool = False
+    validation: ValidationUse = "trained"
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """The update holds the chosen modules, the fixed part and the router; the silo keeps no state."""
-        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        data = client_samples(worker, assignment, use_validation=self.validation == "trained")
         router, embedding = routed(worker, weights, data)
         generator = torch_stream(worker.spec.training_seed, "modules", *places_of(assignment))
         noise = logistic_noise((len(router.options), max(router.options)), generator).to(worker.device)
@@ -198,8 +204,7 @@ class TrainModular:
         network = MixedNetwork(chosen(hard), gates).on(worker)
 
         shared = train_network(worker, assignment, network, weights, data, self.local, both)
-        unseen = self.scored and not self.use_validation
-        scores = validation_scores(worker, assignment, network) if unseen else ()
+        scores = validation_scores(worker, assignment, network) if self.validation == "scored" else ()
         trained = {f"{PREFIX}{name}": tensor.detach() for name, tensor in router.state_dict().items()}
         update = with_more(update_of(shared, len(data[1]), self.rules.weighting), trained)
         return replace(trained_outcome(shared, len(data[1]), update), measurements=scores)
@@ -256,12 +261,11 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
 
     def client(round_: Round) -> Task:
         """FedAvg of the whole network in pre-training, then of the modules that each silo chooses."""
-        use_validation, scored = train.use_validation, round_.scored
+        validation = validation_use(trained=train.use_validation, scored=round_.scored)
         if round_.index < train.pretraining_rounds:
             whole = MixedNetwork(space.largest_subspace)
-            validation = validation_use(trained=use_validation, scored=scored)
             return Train(whole, round_.local, rules.weighting, validation)
-        return TrainModular(round_.local, train.router_lr, train.temperature, rules, use_validation, scored)
+        return TrainModular(round_.local, train.router_lr, train.temperature, rules, validation)
 
     router = frozenset(initial_router(space, classes, torch.Generator()))
     task = ScoreModular(adaptation(world, config.adapt, train), train.use_validation)

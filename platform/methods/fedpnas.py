@@ -39,6 +39,7 @@ from fedloom.platform.methods.silos import (
     only,
     resumed,
     tested_outcome,
+    validation_use,
 )
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.capabilities import HasCells, HasSubspaces, with_cells
@@ -91,18 +92,18 @@ class TrainSplit:
         silo, searching_macs = own_part(space, assignment, weights, base), 0.0
         if self.search.is_due(space, silo.kept):
             network = split_network(worker, silo.kept, self.base_cells)
-            validation = worker.client_data(client_of(assignment), "validation")
+            validation_data = worker.client_data(client_of(assignment), "validation")
             kept, searching_macs = self.search.decided(
-                worker, assignment, network, joined(weights, silo, base), validation, self.base_cells
+                worker, assignment, network, joined(weights, silo, base), validation_data, self.base_cells
             )
             silo = silo.restricted(space, kept)
-        use_validation = self.use_validation and self.search.is_over(space, silo.kept)
-        data = client_samples(worker, assignment, use_validation=use_validation)
+        searched = self.search.is_over(space, silo.kept)
+        validation = validation_use(trained=self.use_validation and searched, scored=self.scored)
+        data = client_samples(worker, assignment, use_validation=validation == "trained")
 
         network, received = split_network(worker, silo.kept, self.base_cells), joined(weights, silo, base)
         trained = train_network(worker, assignment, network, received, data, self.local.plain, resumed(silo.momentum))
-        unseen = self.scored and not use_validation
-        scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
+        scores = validation_scores(worker, assignment, network, PERSONAL) if validation == "scored" else ()
         trained = trained.copied()
         after = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.kept)
         update = only(update_of(trained, len(data[1]), self.rules.weighting), base)

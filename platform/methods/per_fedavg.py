@@ -14,7 +14,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult, place
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import validation_scores
-from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
+from fedloom.platform.clients.trainer import ValidationUse, client_samples, train_network, trained_outcome, update_of
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, gradient_of
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Round
@@ -68,13 +68,12 @@ class TrainMeta:
     local: LocalSGD
     inner_lr: float
     rules: Rules
-    use_validation: bool = True
-    scored: bool = False
+    validation: ValidationUse = "trained"
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds all of its tensors."""
         network = self.subnet.on(worker)
-        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        data = client_samples(worker, assignment, use_validation=self.validation == "trained")
         generator = torch_stream(worker.spec.training_seed, "meta_batches", *places_of(assignment))
         batches, objective = endless_batches(data, self.local, generator), worker.objective.for_client(data[1])
 
@@ -82,8 +81,7 @@ class TrainMeta:
             return MetaStep(sgd, network.forward, batches, self.inner_lr, objective)
 
         shared = train_network(worker, assignment, network, weights, data, self.local, meta)
-        unseen = self.scored and not self.use_validation
-        scores = validation_scores(worker, assignment, network) if unseen else ()
+        scores = validation_scores(worker, assignment, network) if self.validation == "scored" else ()
         outcome = trained_outcome(shared, len(data[1]), update_of(shared, len(data[1]), self.rules.weighting))
         return replace(outcome, macs=BATCHES_PER_STEP * outcome.macs, measurements=scores)
 
@@ -124,8 +122,8 @@ def stages(config: PerFedAvgConfig, world: World) -> list[Stage]:
         *(world, train), epochs=steps, steps=steps, lr=lr, momentum=0.0, weight_decay=0.0, clip_norm=0.0
     )
 
-    def client(subnet: Subnet, round_: Round) -> TrainMeta:
-        return TrainMeta(subnet, round_.local, inner_lr, round_.rules, train.use_validation, round_.scored)
+    def client(subnet: Subnet, round_: Round, validation: ValidationUse) -> TrainMeta:
+        return TrainMeta(subnet, round_.local, inner_lr, round_.rules, validation)
 
     return subnet_stages(world, config, lambda subnet: AdaptAndScore(subnet, adapt, train.use_validation), client)
 

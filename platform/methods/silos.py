@@ -7,7 +7,6 @@ every round.
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -435,22 +434,25 @@ def subnet_stages(
     world: World,
     config: SubnetConfig,
     test: Callable[[Subnet], Task],
-    client: Callable[[Subnet, Round], Task] | None = None,
+    client: Callable[[Subnet, Round, ValidationUse], Task] | None = None,
 ) -> list[Stage]:
     """Training of one architecture by `client`, by default that of FedAvg, and `test` on every silo."""
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
 
-    def fedavg(subnet: Subnet, round_: Round) -> Train:
-        validation = validation_use(trained=train.use_validation, scored=round_.scored)
+    def fedavg(subnet: Subnet, round_: Round, validation: ValidationUse) -> Train:
         return Train(subnet, round_.local, round_.rules.weighting, validation)
+
+    def task_of(round_: Round) -> Task:
+        validation = validation_use(trained=train.use_validation, scored=round_.scored)
+        return (client or fedavg)(subnet, round_, validation)
 
     task = test(subnet)
     training = SiloTraining(
         *(world, train, rules),
         name=config.name,
         initial=fresh_subnet(world, subnet),
-        tasks=to_all(partial(client or fedavg, subnet)),
+        tasks=to_all(task_of),
         test=lambda _state: task,
     )
     return training.and_evaluation()

@@ -62,6 +62,7 @@ from fedloom.platform.methods.silos import (
     trained_and_scored,
     under,
     unpacked,
+    validation_use,
     without_schedule,
 )
 from fedloom.platform.seeding import torch_stream
@@ -162,8 +163,9 @@ class TrainSpider:
             start = worker.space.initial_weights(generator)
         silo = begun(assignment.state, start, space.largest_subspace)
         silo, searching_macs = self.search.before(worker, assignment, silo)
-        use_validation = self.use_validation and self.search.is_over(space, silo.kept)
-        data = client_samples(worker, assignment, use_validation=use_validation)
+        searched = self.search.is_over(space, silo.kept)
+        validation = validation_use(trained=self.use_validation and searched, scored=self.scored)
+        data = client_samples(worker, assignment, use_validation=validation == "trained")
 
         supernet = MixedNetwork().on(worker)
         before = under(state, SHARED_MOMENTUM) if self.keep_momentum else {}
@@ -174,12 +176,11 @@ class TrainSpider:
         personal = train_network(
             worker, assignment, network, silo.weights, data, self.local.plain, lambda sgd: search_step(resume(sgd))
         )
-        unseen = self.scored and not use_validation  # scores on data used for training would not measure generalisation
-        scores = validation_scores(worker, assignment, network, PERSONAL) if unseen else ()
+        scores = validation_scores(worker, assignment, network, PERSONAL) if validation == "scored" else ()
         personal = personal.copied()
         alphas = None if silo.alphas is None else silo.alphas.detach()
         silo = replace(silo, weights=personal.tensors, momentum=personal.momentum, alphas=alphas)
-        passes = 1 if self.search.is_over(space, silo.kept) else self.search.passes
+        passes = 1 if searched else self.search.passes
         macs = shared.macs + passes * personal.macs + searching_macs
         outcome = pair_outcome(shared, personal, data, self.rules.weighting, silo)
         momentum = {f"{SHARED_MOMENTUM}{n}": t for n, t in shared.momentum.items()} if self.keep_momentum else {}

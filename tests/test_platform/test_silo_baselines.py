@@ -196,7 +196,7 @@ def batches_of(data: Data, generator: torch.Generator, local: LocalSGD = LOCAL) 
 
 
 def test_a_round_of_per_fedavg_is_first_order_maml_and_counts_two_batches_per_step(federation: Federation) -> None:
-    outcome = federation.do(TrainMeta(SUBNET, LOCAL, inner_lr=0.1, rules=RULES, use_validation=False))
+    outcome = federation.do(TrainMeta(SUBNET, LOCAL, inner_lr=0.1, rules=RULES, validation="unused"))
     data = federation.data()
     batches = batches_of(data, federation.stream("batches"))
     endless = endless_batches(data, LOCAL, federation.stream("meta_batches"))
@@ -236,8 +236,8 @@ def test_the_pull_of_ditto_is_towards_what_was_received(federation: Federation) 
     local = LocalSGD(epochs=1, batch_size=1000, lr=0.05)
     mine = {**federation.weights, "fixed.classifier.bias": federation.weights["fixed.classifier.bias"] + 2.0}
     state = Personal(mine, {}).packed()
-    free = own(federation.do(TrainDitto(SUBNET, local, 0.0, RULES, use_validation=False), state))
-    pulled = own(federation.do(TrainDitto(SUBNET, local, 0.5, RULES, use_validation=False), state))
+    free = own(federation.do(TrainDitto(SUBNET, local, 0.0, RULES, validation="unused"), state))
+    pulled = own(federation.do(TrainDitto(SUBNET, local, 0.5, RULES, validation="unused"), state))
     # .05 * .5 * (own - received) = .05 * .5 * 2
     moved = free.weights["fixed.classifier.bias"] - pulled.weights["fixed.classifier.bias"]
     assert moved.tolist() == pytest.approx([0.05] * 10, abs=1e-6)
@@ -266,7 +266,7 @@ class DittoByHand:
 
 
 def test_the_own_model_of_ditto_goes_on_over_rounds_with_its_momentum(federation: Federation) -> None:
-    task, hand = TrainDitto(SUBNET, LOCAL, 0.3, RULES, use_validation=False), DittoByHand(federation.module(), 0.3)
+    task, hand = TrainDitto(SUBNET, LOCAL, 0.3, RULES, validation="unused"), DittoByHand(federation.module(), 0.3)
     state: Weights | None = None
     received = federation.weights
     for round_ in range(2):
@@ -347,12 +347,12 @@ def accuracy(module: nn.Module, data: Data) -> float:
 
 
 def test_a_score_on_validation_data_is_of_the_weights_that_are_sent(federation: Federation) -> None:
-    for task in (Train(SUBNET, LOCAL, validation="scored"), TrainMeta(SUBNET, LOCAL, 0.05, RULES, False, True)):
+    for task in (Train(SUBNET, LOCAL, validation="scored"), TrainMeta(SUBNET, LOCAL, 0.05, RULES, "scored")):
         outcome = federation.do(task)
         module = federation.module()
         module.load_state_dict(sent(outcome))
         assert values(outcome)["global", "accuracy"] == accuracy(module, federation.data("validation"))
-    outcome = federation.do(TrainDitto(SUBNET, LOCAL, 0.1, RULES, False, True))
+    outcome = federation.do(TrainDitto(SUBNET, LOCAL, 0.1, RULES, "scored"))
     module.load_state_dict(dict(own(outcome).weights))
     assert values(outcome)["personal", "accuracy"] == accuracy(module, federation.data("validation"))
     assert all(isinstance(m, Measurement) and m.split == "validation" for m in outcome.measurements)
