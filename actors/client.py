@@ -24,7 +24,7 @@ from fedloom.platform.averaging.average import Coverage, TensorSum, Update, Weig
 from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_chunk
 from fedloom.platform.clients.worker import Worker, WorkerSpec
-from fedloom.platform.runs.sources import source_hash, sources_of
+from fedloom.platform.runs.source_code import source_hash, sources_of
 from fedloom.platform.spaces.slices import Region, Weights
 
 WATCH = "watch"

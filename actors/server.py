@@ -17,7 +17,7 @@ from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.runs.logs import CONSOLE, warnings_in
 from fedloom.platform.runs.run import Resume, RunEnd, Watcher, run_to_end
-from fedloom.platform.runs.sources import named_modules
+from fedloom.platform.runs.source_code import named_modules
 
 
 def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> ActorPool:

@@ -21,7 +21,7 @@ from fedloom.platform.averaging.weighting import WEIGHTING_RULES
 from fedloom.platform.clients.local_rules import LOCAL_RULES
 from fedloom.platform.clients.objectives import OBJECTIVES
 from fedloom.platform.data.augment import AUGMENTATIONS
-from fedloom.platform.data.sources import DATASETS, TORCHVISION
+from fedloom.platform.data.registry import DATASETS, TORCHVISION
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.federation.tiers import BUDGETS

@@ -17,7 +17,7 @@ from fedloom.platform.results.tables import count_rows, is_done, read_runs, stor
 from fedloom.platform.results.writer import ROW_TABLES, journalled_rows
 from fedloom.platform.runs.resuming import placed_here
 from fedloom.platform.runs.run_files import changed_files, input_hashes, other_data, recorded_inputs
-from fedloom.platform.runs.sources import check_code_places
+from fedloom.platform.runs.source_code import check_code_places
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fedloom.experiments.catalogue import known_code, known_keys
 from fedloom.experiments.cli import HANDLERS
 from fedloom.experiments.runs.configuration import change_stored, compose_config
 from fedloom.experiments.runs.presets import ablations, experiments
-from fedloom.platform.data.sources import DATASETS
+from fedloom.platform.data.registry import DATASETS
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import METHODS, find_method

@@ -44,7 +44,7 @@ from fedloom.platform.results.store import output_folder
 from fedloom.platform.results.tables import TABLES, read_part
 from fedloom.platform.results.writer import TableParts
 from fedloom.platform.runs.run import RunIdentity, make_serial, resume_run, start_run
-from fedloom.platform.runs.sources import check_code_places
+from fedloom.platform.runs.source_code import check_code_places
 from fedloom.platform.spaces.slices import TensorGroup
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,8 +12,8 @@ from fedloom.platform.averaging.weighting import Work, weighting_rule
 from fedloom.platform.clients.objectives import OBJECTIVES
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.data.registry import find_source
 from fedloom.platform.data.source import Source
-from fedloom.platform.data.sources import find_source
 from fedloom.platform.data.speech import mfcc
 from fedloom.platform.data.tokens import TokenSource
 from fedloom.platform.federation.tiers import BUDGETS

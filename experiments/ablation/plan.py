@@ -18,7 +18,7 @@ from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, 
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.store import local_root
 from fedloom.platform.runs.resuming import placed_here
-from fedloom.platform.runs.sources import check_code_places
+from fedloom.platform.runs.source_code import check_code_places
 from fedloom.platform.seeding import stream
 
 MOST_TRIALS = 10_000

@@ -19,7 +19,7 @@ from fedloom.experiments.ablation.checks import Bundles
 from fedloom.experiments.ablation.running import TrialEvents
 from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, TRIAL, Job, TrialActor
 from fedloom.experiments.store.trials import STOPPED, End
-from fedloom.platform.runs.sources import named_modules
+from fedloom.platform.runs.source_code import named_modules
 
 MOST_ROUNDS = 1_000_000_000
 NODE_SHARE = 0.001

@@ -11,7 +11,7 @@ from fedloom.experiments.runs.presets import CONF
 from fedloom.platform.data.config import machine_cache
 from fedloom.platform.plugins import Shipped, is_import_path
 from fedloom.platform.results.files import write_atomically
-from fedloom.platform.runs.sources import source_hash
+from fedloom.platform.runs.source_code import source_hash
 
 Facts = Callable[[Sequence[str]], Mapping[str, Any]]
 """Counts the facts of a configuration, given as overrides `key=value`; all figures are numbers, or by place."""

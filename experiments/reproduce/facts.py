@@ -21,7 +21,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.federated import size_variation
-from fedloom.platform.data.sources import PUBLISHED
+from fedloom.platform.data.registry import PUBLISHED
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.forecast import kind_of, macs_left

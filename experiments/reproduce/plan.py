@@ -195,7 +195,7 @@ def missing_data(dataset: str, overrides: Sequence[str] = ()) -> str:
     `overrides` may say where the originals lie (`data.root=FOLDER`).
     """
     from fedloom.platform.data.config import DataConfig
-    from fedloom.platform.data.sources import DATASETS
+    from fedloom.platform.data.registry import DATASETS
 
     known: Mapping[str, Any] = DATASETS.known
     root = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("data.root=")), None)

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedloom.experiments.runs.overrides import ENDINGS, GROUPS, first_line, read, unknown
 from fedloom.experiments.runs.own_presets import own_preset
 from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, experiments, method_in, of_method
-from fedloom.platform.data.sources import check as check_data
+from fedloom.platform.data.registry import check as check_data
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import check_rule_names
 from fedloom.platform.methods.registry import METHODS, find_method
@@ -30,7 +30,7 @@ from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.paths import check_names, find_run, read_names
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.resuming import FREE_ON_RESUME, free_on_resume, placed_here
-from fedloom.platform.runs.sources import check_code_places, texts_of
+from fedloom.platform.runs.source_code import check_code_places, texts_of
 from fedloom.platform.settings import PATH, UnknownKeyError, check_settings, is_path, validated
 from fedloom.platform.words import shown
 

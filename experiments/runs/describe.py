@@ -10,7 +10,7 @@ from fedloom.platform.data.dataset import VALIDATION, Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.sources import PUBLISHED, differences
+from fedloom.platform.data.registry import PUBLISHED, differences
 from fedloom.platform.federation.tasks import task_names
 from fedloom.platform.federation.tiers import measure_costs, sampled_costs, split_into_tiers
 from fedloom.platform.methods.fedoras import PUBLISHED_RATIOS, FedorASConfig, epochs_per_operator

@@ -86,13 +86,13 @@ def _checked(arrays: Arrays, blame: str) -> Source | TokenSource:
             f"{test.x.shape[1:]}; they must be alike"
         )
     parts = {"train": train, "test": test}
-    described = (parts, _class_names(arrays, (train, test), blame), *_clients(parts, blame))
+    content = _Content(parts, _class_names(arrays, (train, test), blame), *_clients(parts, blame))
     if train.y.ndim == 2:
-        return TokenArrays(*described)
+        return TokenArrays(content)
     scale = arrays.scale if arrays.scale is not None else 255 if train.x.dtype == np.uint8 else 1
     if not isinstance(scale, Real) or not 0 < scale < math.inf:
         raise PluginError(f"{blame}: scale={scale!r:.60}: give a finite number greater than 0")
-    return LabelledArrays(*described, scale, _normalisation(arrays, train, blame))
+    return LabelledArrays(content, scale, _normalisation(arrays, train, blame))
 
 
 def _part(pair: Any, blame: str) -> _Part:
@@ -195,21 +195,17 @@ def _normalisation(arrays: Arrays, train: _Part, blame: str) -> tuple[Sequence[f
     return mean.tolist(), std.tolist()
 
 
-class _OfArrays:
-    """Base of the sources made from arrays, which are identified by their content."""
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """The checked arrays of a data set; `clients_by_part` has each sample's index into the clients' names."""
 
-    def __init__(
-        self,
-        parts: Mapping[str, _Part],
-        class_names: tuple[str, ...],
-        client_names: tuple[str, ...],
-        clients_by_part: Mapping[str, IntArray],
-    ) -> None:
-        self.parts, self._class_names = parts, class_names
-        self._client_names, self.clients_by_part = client_names, clients_by_part
+    parts: Mapping[str, _Part]
+    class_names: tuple[str, ...]
+    client_names: tuple[str, ...]
+    clients_by_part: Mapping[str, IntArray]
 
     @cached_property
-    def _digests(self) -> Fields:
+    def digests(self) -> Fields:
         """SHA-256 (hex) of every array's dtype, shape and content."""
         arrays = {f"{name}_{k}": a for name, p in self.parts.items() for k, a in (("x", p.x), ("y", p.y))}
         arrays |= {f"{name}_clients": clients for name, clients in self.clients_by_part.items()}
@@ -222,60 +218,58 @@ class _OfArrays:
         return digests
 
 
-class LabelledArrays(_OfArrays, Source):
-    """Arrays with one label per sample."""
+class LabelledArrays(Source):
+    """Arrays with one label per sample, identified by their content."""
 
     def __init__(
-        self,
-        parts: Mapping[str, _Part],
-        class_names: tuple[str, ...],
-        client_names: tuple[str, ...],
-        clients_by_part: Mapping[str, IntArray],
-        scale: float,
-        normalisation: tuple[Sequence[float], Sequence[float]] | None,
+        self, content: _Content, scale: float, normalisation: tuple[Sequence[float], Sequence[float]] | None
     ) -> None:
-        super().__init__(parts, class_names, client_names, clients_by_part)
-        self.client_names, self.scale, self.normalisation = client_names, scale, normalisation
-        self.kind = "image" if parts["train"].x.dtype == np.uint8 else "features"
+        self.content, self.scale, self.normalisation = content, scale, normalisation
+        self.client_names = content.client_names
+        self.kind = "image" if content.parts["train"].x.dtype == np.uint8 else "features"
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return self._class_names
+        return self.content.class_names
 
     def identity(self) -> Fields:
         described: Fields = {"class_names": list(self.class_names), "scale": self.scale}
         if self.normalisation is not None:
             described["mean"], described["std"] = map(list, self.normalisation)
-        return {"layout": "arrays", "sha256": self._digests, **described, "client_names": list(self.client_names)}
+        digests = self.content.digests
+        return {"layout": "arrays", "sha256": digests, **described, "client_names": list(self.client_names)}
 
     def labels(self, part: str) -> IntArray:
-        return self.parts[part].y.astype(np.int64)
+        return self.content.parts[part].y.astype(np.int64)
 
     def inputs(self, part: str, rows: IntArray) -> AnyArray:
-        return self.parts[part].x[rows]
+        return self.content.parts[part].x[rows]
 
     def clients(self, part: str) -> IntArray | None:
-        return self.clients_by_part.get(part)
+        return self.content.clients_by_part.get(part)
 
 
-class TokenArrays(_OfArrays, TokenSource):
-    """Arrays of tokens, with one label per position."""
+@dataclass(frozen=True, eq=False)
+class TokenArrays(TokenSource):
+    """Arrays of tokens, with one label per position, identified by their content."""
+
+    content: _Content
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        return self._class_names
+        return self.content.class_names
 
     @property
     def client_names(self) -> tuple[str, ...]:
-        return self._client_names
+        return self.content.client_names
 
     def identity(self) -> Fields:
         names: Fields = {"vocabulary": list(self.vocabulary), "client_names": list(self.client_names)}
-        return {"layout": "token arrays", "sha256": self._digests, **names}
+        return {"layout": "token arrays", "sha256": self.content.digests, **names}
 
     def sequences(self, part: str) -> TokenPart:
-        arrays = self.parts[part]
-        return TokenPart(arrays.x, arrays.y, self.clients_by_part.get(part))
+        arrays = self.content.parts[part]
+        return TokenPart(arrays.x, arrays.y, self.content.clients_by_part.get(part))
 
 
 # -- one `.npz` file of NumPy -----------------------------------------------------------------------------------------

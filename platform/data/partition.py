@@ -24,7 +24,7 @@ from fedloom.platform.data.artefact import (
 )
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
 from fedloom.platform.data.dataset import MANIFEST as DATASET, SPLITS, Dataset, TestGuard, check_split
-from fedloom.platform.data.sources import check
+from fedloom.platform.data.registry import check
 
 MANIFEST = "partition.json"
 KEY_LENGTH = 16

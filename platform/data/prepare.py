@@ -20,8 +20,8 @@ from fedloom.platform.data.artefact import (
 )
 from fedloom.platform.data.config import DataConfig, cache_root, check_cache
 from fedloom.platform.data.dataset import MANIFEST, PARTS, VALIDATION, Dataset
+from fedloom.platform.data.registry import FIXED_SEED, check, find_source
 from fedloom.platform.data.source import Source, stratified_rows, uniform_rows, write_label_sets
-from fedloom.platform.data.sources import FIXED_SEED, check, find_source
 from fedloom.platform.data.tokens import TokenSource, compact
 from fedloom.platform.seeding import stream
 

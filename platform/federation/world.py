@@ -15,7 +15,7 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.sources import data_choices
+from fedloom.platform.data.registry import data_choices
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.tasks import Tasks, tasks_of
 from fedloom.platform.federation.tiers import (

@@ -55,7 +55,7 @@ from fedloom.platform.runs.run_files import (
     whole_or_nothing,
     write_new_run,
 )
-from fedloom.platform.runs.sources import check_code_places
+from fedloom.platform.runs.source_code import check_code_places
 from fedloom.platform.runs.supernets import keeper, load_supernet, supernet_key
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from fedloom.platform.results.manifest import digest_of, manifest_path
 from fedloom.platform.results.paths import RunPaths, remove_run, write_names
 from fedloom.platform.results.tables import count_rows, read_runs
 from fedloom.platform.results.writer import RunWriter, journal_files
-from fedloom.platform.runs.sources import (
+from fedloom.platform.runs.source_code import (
     PLUGINS,
     PluginSources,
     UnknownSourceError,

@@ -28,7 +28,7 @@ from fedloom.platform.results.lock import one_at_a_time
 from fedloom.platform.results.manifest import digest_of
 from fedloom.platform.results.paths import STATE_FILE, SUPERNETS, RunPaths
 from fedloom.platform.runs.run_files import input_hashes
-from fedloom.platform.runs.sources import UnknownSourceError, plugin_sources, source_hash
+from fedloom.platform.runs.source_code import UnknownSourceError, plugin_sources, source_hash
 from fedloom.platform.words import in_words, why
 
 logger = logging.getLogger(__name__)

@@ -152,17 +152,6 @@ class NamedOperatorSpace(SearchSpace, ABC):
             names.setdefault(owner, []).append(name)
         return {owner: tuple(group) for owner, group in names.items()}
 
-    @property
-    def fixed_tensors(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers of the fixed part, which every network has."""
-        return self._tensors_of[None]
-
-    def operator_tensors(self, decision: int, option: int) -> tuple[str, ...]:
-        """Names of the parameters and buffers of one operator anywhere in the network; empty if it has none."""
-        self._check_decision(decision)
-        self._check_option(decision, option)
-        return self._tensors_of.get((decision, option), ())
-
     def slices(self, architecture: Architecture) -> SliceMap:
         """The slice of each subnet tensor: the whole supernet tensor of the same name."""
         self.validate(architecture)
@@ -175,7 +164,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
 
     def _slices_of(self, subspace: Subspace) -> SliceMap:
         owners = [(decision, option) for decision, row in enumerate(subspace) for option in row]
-        groups = [self.fixed_tensors, *(self._tensors_of.get(owner, ()) for owner in owners)]
+        groups = [self._tensors_of.get(owner, ()) for owner in (None, *owners)]
         return {name: self._slice_of[name] for group in groups for name in group}
 
     @cached_property

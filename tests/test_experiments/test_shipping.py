@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from fedloom.experiments.shipping import MIB, PARTS, package_folder, plan_shipment, shipped, target_of
-from fedloom.platform.runs.sources import source_hash
+from fedloom.platform.runs.source_code import source_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,7 +147,7 @@ def test_the_shipped_copy_wins_over_an_editable_install_and_a_wheel(project: Pat
         )
     code = (
         "import sys, pathlib, fedloom.actors.pool, fedloom.experiments.runs.configuration\n"
-        "from fedloom.platform.runs.sources import source_hash\n"
+        "from fedloom.platform.runs.source_code import source_hash\n"
         "own = [m.__file__ for n, m in sys.modules.items() if n.startswith('fedloom.') and getattr(m, '__file__', 0)]\n"
         "print(source_hash(), len(own), all(f.startswith(str(pathlib.Path.cwd())) for f in own))\n"
     )

@@ -16,6 +16,7 @@ from fedloom.platform.spaces.slices import Subspace, bytes_of, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import size_of
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, macs_of, parameters_of
+from tests.test_platform.test_spaces_operator_choice import tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -200,11 +201,11 @@ def test_slices_are_complete_and_disjoint(space: DartsSpace) -> None:
     names = list(space.build_supernet().state_dict())
     assert list(space.owner_of) == names
     pairs = [(decision, option) for decision, n in enumerate(space.options) for option in range(n)]
-    groups = [space.fixed_tensors, *(space.operator_tensors(*pair) for pair in pairs)]
+    groups = [tensors_of(space, None), *(tensors_of(space, pair) for pair in pairs)]
     assert sorted(itertools.chain(*groups)) == sorted(names)
     assert set(space.subspace_slices(space.largest_subspace)) == set(names)
     nothing: Subspace = ((),) * len(space.options)
-    assert set(space.subspace_slices(nothing)) == set(space.fixed_tensors) == set(_state(space, nothing))
+    assert set(space.subspace_slices(nothing)) == set(tensors_of(space, None)) == set(_state(space, nothing))
 
 
 def _state(space: DartsSpace, kept: Subspace) -> dict[str, Tensor]:
@@ -213,9 +214,9 @@ def _state(space: DartsSpace, kept: Subspace) -> dict[str, Tensor]:
 
 def test_an_operators_tensors_are_those_of_all_cells_of_its_type() -> None:
     s2 = space_of("darts_s2")
-    assert {name.split(".")[1] for name in s2.operator_tensors(3, 1)} == {"0", "1", "3", "4", "6", "7"}
-    assert {name.split(".")[1] for name in s2.operator_tensors(14 + 3, 1)} == {"2", "5"}
-    assert s2.operator_tensors(3, 0) == ()  # an identity
+    assert {name.split(".")[1] for name in tensors_of(s2, (3, 1))} == {"0", "1", "3", "4", "6", "7"}
+    assert {name.split(".")[1] for name in tensors_of(s2, (14 + 3, 1))} == {"2", "5"}
+    assert tensors_of(s2, (3, 0)) == ()  # an identity
     assert s2.owner_of["cells.5.edges.0.ops.0.even.weight"] == (14, 0)
     assert s2.owner_of["cells.5.preprocess0.conv.weight"] is None
     assert s2.owner_of["cells.6.preprocess0.odd.weight"] is None

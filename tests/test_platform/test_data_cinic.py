@@ -11,7 +11,7 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.image_files import CINIC_CLASSES, FolderSource, find_cinic
 from fedloom.platform.data.partition import Partition, prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.sources import find_source
+from fedloom.platform.data.registry import find_source
 
 
 def encoded(seed: int, mode: str = "RGB", size: int = 32) -> bytes:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.platform.data.config import DataConfig, cache_root, data_root
-from fedloom.platform.data.sources import check
+from fedloom.platform.data.registry import check
 
 
 def test_the_defaults_pass() -> None:

@@ -16,8 +16,8 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.image_files import LAYOUTS, FolderSource, PickleSource
 from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.registry import find_source
 from fedloom.platform.data.source import Source
-from fedloom.platform.data.sources import find_source
 from fedloom.platform.data.tokens import PtbSource
 from tests.test_platform.test_data_cinic import encoded, fake_cinic, pixels
 from tests.test_platform.test_data_sources import FINE_TO_COARSE, fake_cifar, fake_cifar_with_coarse

@@ -17,8 +17,8 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.image_files import LAYOUTS
 from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.registry import find_source
 from fedloom.platform.data.source import LabelSet, Source, stratified_rows
-from fedloom.platform.data.sources import find_source
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

@@ -20,7 +20,7 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.sources import find_source
+from fedloom.platform.data.registry import find_source
 from fedloom.platform.data.speech import FEATURES, RATE, WORDS, SpeechSource, halved, mfcc, part_of, read_second
 
 OTHERS = tuple(f"word{i:02d}" for i in range(25))

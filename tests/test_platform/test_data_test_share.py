@@ -17,7 +17,7 @@ from fedloom.platform.data.dataset import Dataset, TestReadError
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import Partition, check_arrays, prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
-from fedloom.platform.data.sources import check
+from fedloom.platform.data.registry import check
 
 SPLITS = ("train", "validation", "test")
 KINDS = ("lda", "iid", "consecutive", "natural")

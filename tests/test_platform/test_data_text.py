@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.registry import find_source
 from fedloom.platform.data.source import uniform_rows
-from fedloom.platform.data.sources import find_source
 from fedloom.platform.data.tokens import (
     CHARACTERS,
     IGNORED_LABEL,

@@ -39,6 +39,7 @@ from fedloom.platform.spaces.operator_choice import SummedOperatorSpace
 from fedloom.platform.spaces.slices import bytes_of, parse_subspace
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import size_of
+from tests.test_platform.test_spaces_operator_choice import tensors_of
 
 Make = Callable[..., RunConfig]
 Refused = Callable[[RunConfig], str]
@@ -170,7 +171,7 @@ def test_a_silo_that_chooses_nothing_trains_the_fixed_part(world: World) -> None
     assert outcome.update is not None
     assert outcome.subspace == "/" * 7
     names = {name for name in outcome.update.tensors if not name.startswith("router/")}
-    assert names == set(space_of(world).fixed_tensors)
+    assert names == set(tensors_of(space_of(world), None))
     assert not torch.equal(outcome.update.tensors["head.weight"], weights["head.weight"])
     assert all(torch.equal(outcome.update.tensors[n], weights[n]) for n in weights if n.startswith("router/"))
 
@@ -195,10 +196,10 @@ def test_a_module_is_averaged_over_those_who_chose_it_and_else_unchanged(world: 
             mean = torch.stack([u.tensors[name].double() * s for u, s in zip(updates, samples, strict=True)]).sum(0)
             torch.testing.assert_close(after[name], (mean / samples.sum()).float())
     assert partly > 0
-    assert all(torch.equal(after[n], weights[n]) for n in space.operator_tensors(0, 0))
-    assert not any(n in o.update.tensors for o in outcomes.values() if o.update for n in space.operator_tensors(0, 0))
-    changed = [n for n in space.operator_tensors(0, 1) if not torch.equal(after[n], weights[n])]
-    assert len(changed) == len(space.operator_tensors(0, 1))
+    assert all(torch.equal(after[n], weights[n]) for n in tensors_of(space, (0, 0)))
+    assert not any(n in o.update.tensors for o in outcomes.values() if o.update for n in tensors_of(space, (0, 0)))
+    changed = [n for n in tensors_of(space, (0, 1)) if not torch.equal(after[n], weights[n])]
+    assert len(changed) == len(tensors_of(space, (0, 1)))
 
 
 def alone(world: World, stage: Stage, state: RunState, client_id: int) -> ClientResult:

@@ -19,6 +19,7 @@ from fedloom.platform.spaces.slices import Subspace, Weights, bytes_of, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import size_of
 from fedloom.tiers.measure import activation_bytes_of, macs_of, parameters_of
+from tests.test_platform.test_spaces_operator_choice import tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,8 +114,6 @@ def test_a_subspace_outside_the_space_is_named(kept: Any, message: str) -> None:
     for refuse in (SMALL.validate_subspace, SMALL.subspace_slices, SMALL.build_subspace):
         with pytest.raises(ValueError, match=message):
             refuse(kept)
-    with pytest.raises(ValueError, match="has the blocks 0 to 7, given 8"):
-        SMALL.operator_tensors(8, 0)
 
 
 def test_a_network_names_what_it_does_not_hold() -> None:
@@ -151,10 +150,10 @@ def test_slices_are_complete_and_disjoint(space: ModularSpace) -> None:
     names = list(space.build_supernet().state_dict())
     assert list(space.owner_of) == names
     pairs = [(decision, option) for decision, n in enumerate(space.options) for option in range(n)]
-    groups = [space.fixed_tensors, *(space.operator_tensors(*pair) for pair in pairs)]
+    groups = [tensors_of(space, None), *(tensors_of(space, pair) for pair in pairs)]
     assert sorted(itertools.chain(*groups)) == sorted(names)
     assert all(len(group) == len(groups[1]) > 0 for group in groups[1:])
-    assert set(space.subspace_slices(NOTHING)) == set(space.fixed_tensors)
+    assert set(space.subspace_slices(NOTHING)) == set(tensors_of(space, None))
     rng = stream(2, "test")
     for _ in range(3):
         kept = random_subspace(space, rng)
@@ -162,8 +161,8 @@ def test_slices_are_complete_and_disjoint(space: ModularSpace) -> None:
 
 
 def test_what_is_fixed() -> None:
-    assert {name.split(".")[0] for name in SMALL.fixed_tensors} == {"stem", "blocks", "head"}
-    shortcuts = {name.split(".")[1] for name in SMALL.fixed_tensors if ".shortcut." in name}
+    assert {name.split(".")[0] for name in tensors_of(SMALL, None)} == {"stem", "blocks", "head"}
+    shortcuts = {name.split(".")[1] for name in tensors_of(SMALL, None) if ".shortcut." in name}
     assert shortcuts == {"2", "4", "6"}
     assert SMALL.owner_of["blocks.5.branches.1.3.weight"] == (5, 1)
     assert SMALL.owner_of["blocks.4.shortcut.0.weight"] is None
@@ -235,7 +234,7 @@ def test_one_branch_per_block_is_resnet18() -> None:
     path = (0, 1, 1, 0, 1, 0, 0, 1)
     own = extract(weights, SMALL.slices(path))
     for block, option in enumerate(path):
-        for name in SMALL.operator_tensors(block, option):
+        for name in tensors_of(SMALL, (block, option)):
             own[name.replace(f"branches.{option}", "branch")] = own.pop(name)
     plain.load_state_dict(own)
     subnet = SMALL.build_subnet(path).eval()

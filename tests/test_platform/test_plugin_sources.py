@@ -19,7 +19,7 @@ from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import run_paths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
-from fedloom.platform.runs.sources import UnknownSourceError, named_modules, plugin_sources, source_hash, sources_of
+from fedloom.platform.runs.source_code import UnknownSourceError, named_modules, plugin_sources, source_hash, sources_of
 from fedloom.platform.runs.supernets import supernet_key
 
 Write = Callable[[str, str], Path]

@@ -21,6 +21,7 @@ from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Weights
 from fedloom.platform.spaces.space_config import SpaceConfig
+from tests.test_platform.test_spaces_operator_choice import tensors_of
 
 SHARED = "supernet"
 Make = Callable[..., RunConfig]
@@ -131,7 +132,7 @@ def test_the_pull_moves_what_the_silo_keeps_by_its_gradient_and_nothing_else(wor
     kept = with_row(with_row(space.largest_subspace, 0, (0,)), 7, (1,))
     held = set(space.subspace_slices(kept))
     dropped = set(space.subspace_slices(space.largest_subspace)) - held
-    assert dropped == {*space.operator_tensors(0, 1), *space.operator_tensors(7, 0)}
+    assert dropped == {*tensors_of(space, (0, 1)), *tensors_of(space, (7, 0))}
     assert dropped & parameters, "an operator with parameters is among them"
 
     # v - w is 0.5 in half of the tensors, and -0.25 in the others.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedloom.platform.seeding import stream, torch_stream
-from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
+from fedloom.platform.spaces.operator_choice import Candidate, NamedOperatorSpace, OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture, bytes_of, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -24,6 +24,11 @@ def digits() -> OperatorChoiceSpace:
     space = build_space(SpaceConfig("cnn_digits"))
     assert isinstance(space, OperatorChoiceSpace)
     return space
+
+
+def tensors_of(space: NamedOperatorSpace, owner: tuple[int, int] | None) -> tuple[str, ...]:
+    """The tensors of one operator anywhere in the network, or of the fixed part."""
+    return tuple(name for name, known in space.owner_of.items() if known == owner)
 
 
 def random_weights(space: OperatorChoiceSpace, seed: int) -> dict[str, Tensor]:
@@ -91,15 +96,15 @@ def test_a_subspace_outside_the_space_is_named(
 def test_every_tensor_has_one_owner(digits: OperatorChoiceSpace) -> None:
     names = list(digits.build_supernet().state_dict())
     assert list(digits.owner_of) == names
-    grouped = list(digits.fixed_tensors)
+    grouped = list(tensors_of(digits, None))
     for layer, option in itertools.product(range(5), range(9)):
-        tensors = digits.operator_tensors(layer, option)
+        tensors = tensors_of(digits, (layer, option))
         assert all(digits.owner_of[name] == (layer, option) for name in tensors)
         assert bool(tensors) == (option != 8)
         grouped += tensors
     assert sorted(grouped) == sorted(names)
-    assert "layers.3.ops.5.parts.1.squeeze.bias" in digits.operator_tensors(3, 5)
-    assert "fixed.classifier.weight" in digits.fixed_tensors
+    assert "layers.3.ops.5.parts.1.squeeze.bias" in tensors_of(digits, (3, 5))
+    assert "fixed.classifier.weight" in tensors_of(digits, None)
 
 
 def test_slices_name_exactly_the_subnets_tensors(digits: OperatorChoiceSpace) -> None:

@@ -36,6 +36,7 @@ from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.darts import DartsSpace
 from fedloom.platform.spaces.slices import Weights, subspace_id
 from fedloom.platform.spaces.space_config import SpaceConfig
+from tests.test_platform.test_spaces_operator_choice import tensors_of
 
 Make = Callable[..., RunConfig]
 
@@ -167,7 +168,7 @@ def test_only_the_operators_that_are_kept_are_pulled_and_kept(spider_config: Mak
     assert set(after.weights) == set(names)
     assert after.kept == kept
     assert set(after.momentum) <= set(names)
-    assert not set(space.operator_tensors(0, 1)) & set(after.weights)
+    assert not set(tensors_of(space, (0, 1))) & set(after.weights)
 
 
 # -- what crosses the boundary ----------------------------------------------------------------------------------------

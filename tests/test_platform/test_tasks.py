@@ -18,6 +18,7 @@ from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.space_config import SpaceConfig
+from tests.test_platform.test_spaces_operator_choice import tensors_of
 
 Make = Callable[..., RunConfig]
 PAIRS = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
@@ -42,7 +43,7 @@ def classifiers(world: World) -> list[set[str]]:
     """The tensors of each task's classifier."""
     space = world.space
     assert isinstance(space, OperatorChoiceSpace)
-    return [set(space.operator_tensors(len(space.options) - 1, task)) for task in range(space.num_tasks)]
+    return [set(tensors_of(space, (len(space.options) - 1, task))) for task in range(space.num_tasks)]
 
 
 def test_a_supernet_has_a_classifier_for_each_task(tiny_config: Make) -> None:

@@ -13,7 +13,7 @@ from fedloom.experiments.reproduce.items import Item, Read, Scale, item_names, l
 from fedloom.experiments.reproduce.measure import measured
 from fedloom.experiments.reproduce.plan import Asked, missing_data, parts_of, planned, without_common_keys
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.data.sources import DATASETS
+from fedloom.platform.data.registry import DATASETS
 
 ROOT = Path(__file__).parents[3]
 NAMES = item_names()
