@@ -107,7 +107,7 @@ class KeptUpdates:
                 target = part_of(new, region)
                 if new.is_floating_point():
                     weights_n = torch.tensor([piece.weight for piece in held])
-                    places = tuple(piece.place for piece in held)
+                    places = tuple(piece.update_index for piece in held)
                     cell = Cell(name, values_n, weights_n, target.clone(), places, self.kept)
                     target.copy_(mean(cell) if name in singly else self._checked(cell, combine(cell)))
                 else:
@@ -131,11 +131,11 @@ class KeptUpdates:
     def _pieces(self) -> dict[str, list[_Piece]]:
         """Per shared tensor what clients have trained of it, in plan order."""
         pieces = dict[str, list[_Piece]]()
-        for place, update in enumerate(self.kept):
+        for update_index, update in enumerate(self.kept):
             for name in update.tensors:
                 if weight := update.weights[name]:
                     factor = update.factors.get(name, 1.0)
-                    parts = [_Piece(region, part, place, weight, factor) for region, part in update.parts(name)]
+                    parts = [_Piece(region, part, update_index, weight, factor) for region, part in update.parts(name)]
                     pieces.setdefault(update.slices[name].source, []).extend(parts)
         return pieces
 
@@ -145,7 +145,7 @@ class _Piece(NamedTuple):
 
     region: Region
     values: Tensor
-    place: int
+    update_index: int
     weight: float
     factor: float
 

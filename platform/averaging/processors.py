@@ -167,10 +167,10 @@ class Sparsify(Processor):
         return replace(message, traffic=self.expected(message.traffic))
 
     def expected(self, traffic: Traffic) -> Traffic:
-        kept = kept_of(traffic.changes, self.share)
-        saved_bytes = saved_by(traffic.changes, traffic.changes - kept)
+        num_sent = kept_of(traffic.changes, self.share)
+        saved_bytes = saved_by(traffic.changes, traffic.changes - num_sent)
         return traffic._replace(
-            up_bytes=traffic.up_bytes - saved_bytes, changes=kept if saved_bytes else traffic.changes
+            up_bytes=traffic.up_bytes - saved_bytes, changes=num_sent if saved_bytes else traffic.changes
         )
 
 
@@ -197,16 +197,16 @@ def sparsified(
     """
     values = [parameters[name] if by == "weight" else parameters[name] - received[name] for name in parameters]
     size = torch.cat([value.flatten() for value in values]).abs()
-    kept = kept_of(len(size), share)
-    if kept == len(size):
+    num_sent = kept_of(len(size), share)
+    if num_sent == len(size):
         return 0
     order = torch.argsort(size, descending=True, stable=True)
     left_out = torch.ones(len(size), dtype=torch.bool, device=size.device)
-    left_out[order[:kept]] = False
+    left_out[order[:num_sent]] = False
     parts = torch.split(left_out, [t.numel() for t in parameters.values()])
     for (name, parameter), part in zip(parameters.items(), parts, strict=True):
         parameter.copy_(torch.where(part.view_as(parameter), received[name], parameter))
-    return len(size) - kept
+    return len(size) - num_sent
 
 
 def saved_by(parameters: int, left_out: int) -> int:

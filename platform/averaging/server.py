@@ -209,9 +209,9 @@ def checked_values(values: Tensor, like: Tensor, parameter: str, kind: str, rule
     """A region's new values; PluginError naming the rule for another shape, whole numbers, or what is not finite."""
     blame = f"{kind} {rule!r}"
     if not isinstance(values, Tensor) or values.shape != like.shape:
-        given = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)[:60]
+        actual = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)[:60]
         raise PluginError(
-            f"{blame} gave {given} for a region of {parameter} of the shape {tuple(like.shape)}: "
+            f"{blame} gave {actual} for a region of {parameter} of the shape {tuple(like.shape)}: "
             "give new values of the same shape"
         )
     if not values.is_floating_point():

@@ -44,7 +44,7 @@ class Network:
         slices: its tensors by name, as slices of the weights that are loaded.
         macs: MACs of the forward pass of one sample.
         architecture, subspace: its id in the tables, if it is an architecture or a subspace.
-        kept: the options of a searched network, None for a fixed one.
+        remaining: the options of a searched network, None for a fixed one.
         passes: forward and backward passes per training batch.
         loss: the loss of a pass on its logits and targets, instead of the objective's, such as one of distillation.
     """
@@ -55,7 +55,7 @@ class Network:
     macs: float
     architecture: str | None = None
     subspace: str | None = None
-    kept: Subspace | None = None
+    remaining: Subspace | None = None
     passes: int = 1
     loss: Loss | None = None
 
@@ -184,7 +184,7 @@ class MixedNetwork:
             space.subspace_slices(subspace),
             size_of(worker.spec.macs_table, subspace),
             subspace=subspace_id(subspace),
-            kept=subspace,
+            remaining=subspace,
         )
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:

@@ -534,12 +534,12 @@ def torchvision_set(
     if not inspect.isclass(kind):
         raise PluginError(f"{blame}: torchvision.datasets has no {name!r}")
     parameters = inspect.signature(kind).parameters
-    given: dict[str, Any] = {"split": split} if split is not None else {}
+    keywords: dict[str, Any] = {"split": split} if split is not None else {}
     if "download" in parameters:
-        given["download"] = config.download
+        keywords["download"] = config.download
     if "train" in parameters:
         choices: dict[str, list[dict[str, Any]]] = {part: [{"train": part == "train"}] for part in PARTS}
-    elif key := next((k for k in ("split", "image_set") if k in parameters and k not in given), ""):
+    elif key := next((k for k in ("split", "image_set") if k in parameters and k not in keywords), ""):
         choices = {"train": [{key: "train"}], "test": [{key: split} for split in TEST_SPLITS]}
     else:
         raise PluginError(f"{blame}: it does not say which of its samples train; use data.dataset=folder or npz")
@@ -548,7 +548,7 @@ def torchvision_set(
         problem = ""
         for options in options_of_part:
             try:
-                parts[part] = cast(Any, kind)(str(root), **options, **given)
+                parts[part] = cast(Any, kind)(str(root), **options, **keywords)
                 break
             except (ValueError, TypeError, RuntimeError, OSError) as error:
                 problem = problem or in_one_line(error).partition(" (line ")[0]

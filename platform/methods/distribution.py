@@ -60,8 +60,8 @@ class Distribution:
             if self.affords(index, architecture):
                 return architecture
         affordable = TableConstraint(self.table, Interval(-inf, self.budgets[index]), self.space.genome)
-        found = affordable.sample(1, (), self.rng)
-        return found[0] if found else self.space.smallest
+        drawn = affordable.sample(1, (), self.rng)
+        return drawn[0] if drawn else self.space.smallest
 
     def times_served(self, which: str, index: int) -> int:
         """How often the client got the `largest` or `smallest` subnet."""
@@ -87,14 +87,14 @@ def _sandwich(
 
     The others get what is drawn for them, by default a random subnet.
     """
-    space, given, draw = distribution.space, dict[int, Architecture](), draw or distribution.draw
+    space, subnet_of, draw = distribution.space, dict[int, Architecture](), draw or distribution.draw
     able = [index for index in largest_first if distribution.affords(index, space.largest)]
     if able:
-        given[able[0]] = space.largest
-    left = [index for index in smallest_first if index not in given]
+        subnet_of[able[0]] = space.largest
+    left = [index for index in smallest_first if index not in subnet_of]
     if left:
-        given[left[0]] = space.smallest
-    return [given[p] if p in given else draw(p) for p in range(len(distribution.client_ids))]
+        subnet_of[left[0]] = space.smallest
+    return [subnet_of[p] if p in subnet_of else draw(p) for p in range(len(distribution.client_ids))]
 
 
 def sandwich(distribution: Distribution) -> list[Architecture]:
@@ -181,12 +181,12 @@ def distribute(rule: ComponentSpec, distribution: Distribution) -> dict[int, Arc
     answer = HEURISTICS.make(rule)(distribution)
     try:
         with blaming("distribution heuristic", rule.name, spare=TypeError):
-            given = [tuple(architecture) for architecture in answer]
+            subnets = [tuple(architecture) for architecture in answer]
     except TypeError as error:
         raise PluginError(f"{blame} gives {answer!r:.60}: give an architecture, a tuple, to each client") from error
-    if len(given) != len(distribution.client_ids):
-        raise PluginError(f"{blame} gives {len(given)} subnets to {len(distribution.client_ids)} clients")
-    for index, architecture in enumerate(given):
+    if len(subnets) != len(distribution.client_ids):
+        raise PluginError(f"{blame} gives {len(subnets)} subnets to {len(distribution.client_ids)} clients")
+    for index, architecture in enumerate(subnets):
         if is_import_path(rule.name):
             with blaming("distribution heuristic", rule.name):
                 distribution.space.validate(architecture)
@@ -197,20 +197,20 @@ def distribute(rule: ComponentSpec, distribution: Distribution) -> dict[int, Arc
                 f"{distribution.table.cost(architecture):.6g} {distribution.table.measure}, its budget is "
                 f"{distribution.budgets[index]:.6g}: use Distribution.draw or Distribution.affords"
             )
-    return dict(zip(distribution.client_ids, given, strict=True))
+    return dict(zip(distribution.client_ids, subnets, strict=True))
 
 
 def check_heuristic(rule: ComponentSpec, distribution: Distribution) -> None:
     """Tests a user's heuristic on a first round and a later one; PluginError if it fails."""
     if is_import_path(rule.name):
-        given = distribute(rule, distribution)
-        distribute(rule, replace(distribution, round=1, served=count_served({}, given, distribution.space)))
+        subnets = distribute(rule, distribution)
+        distribute(rule, replace(distribution, round=1, served=count_served({}, subnets, distribution.space)))
 
 
-def count_served(served: Served, given: Mapping[int, Architecture], space: SearchSpace) -> dict[str, dict[str, int]]:
+def count_served(served: Served, subnets: Mapping[int, Architecture], space: SearchSpace) -> dict[str, dict[str, int]]:
     """The counters after a round; the largest and the smallest also count if they were drawn at random."""
     counted = {which: dict(served.get(which, {})) for which in ("largest", "smallest")}
-    for client_id, architecture in given.items():
+    for client_id, architecture in subnets.items():
         for which, extreme in (("largest", space.largest), ("smallest", space.smallest)):
             if architecture == extreme:
                 counted[which][str(client_id)] = counted[which].get(str(client_id), 0) + 1

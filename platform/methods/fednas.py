@@ -31,11 +31,10 @@ from fedloom.platform.methods.silo_search import (
     Milenas,
     chosen,
     first_alphas,
-    is_settled,
-    kept_of,
-    restricted_to_kept,
+    remaining_of,
+    restricted_to_remaining,
     searched_space,
-    train_kept,
+    train_remaining,
 )
 from fedloom.platform.methods.silos import (
     ALPHAS,
@@ -89,7 +88,7 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
     space = searched_space(world, search, train.rounds, config.name, kind="milenas")
     milenas = Milenas(False, search.lr, search.validation_weight)
-    fedavg = train_kept(train, rules, lambda kept: is_settled(space, kept, prune_edges=search.prune_edges))
+    fedavg = train_remaining(train, rules, space, search)
     fresh = fresh_supernet(world)
 
     def initial(state: RunState) -> dict[str, Tensor]:
@@ -98,7 +97,7 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
     def give(round_: Round) -> RoundTasks:
         if ALPHAS not in round_.state.weights(SUPERNET):
             return fedavg(round_)
-        task: Task = TrainMixed(kept_of(round_.state), round_.local, milenas, rules, round_.scored)
+        task: Task = TrainMixed(remaining_of(round_.state), round_.local, milenas, rules, round_.scored)
         return RoundTasks([task] * len(round_.client_ids))
 
     def choose(state: RunState, _plan: Plan, _result: RoundResult) -> RunState:
@@ -106,8 +105,8 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         alphas = state.weights(SUPERNET).get(ALPHAS)
         if alphas is None or state.round + 1 < min(search.rounds, train.rounds):
             return state
-        architecture = chosen(space, alphas, kept_of(state), search.max_macs)
-        return restricted_to_kept(state.with_data(KEPT, subspace_id(architecture)), space)
+        architecture = chosen(space, alphas, remaining_of(state), search.max_macs)
+        return restricted_to_remaining(state.with_data(KEPT, subspace_id(architecture)), space)
 
     training = SiloTraining(
         *(world, train, rules),
@@ -117,7 +116,7 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         after=choose,
         parameters=world.space.parameter_names | {ALPHAS},
         data={KEPT: subspace_id(space.largest_subspace)},
-        test=lambda state: ScoreShared(MixedNetwork(kept_of(state))),
+        test=lambda state: ScoreShared(MixedNetwork(remaining_of(state))),
         ready=lambda state: ALPHAS not in state.weights(SUPERNET),
     )
     return training.and_evaluation()

@@ -253,18 +253,18 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
 
 
 def tier_stage(
-    world: World, config: TrainingConfig, tier: int, model: str, key: str, given: Architecture | None = None
+    world: World, config: TrainingConfig, tier: int, model: str, key: str, predetermined: Architecture | None = None
 ) -> TrainingStage:
     """FedAvg of one architecture on the clients of a tier and above.
 
-    It is the tier's winner (stage 3, from the supernet's weights; rand-init, from fresh ones), or a given one, from
+    It is the tier's winner (stage 3, from the supernet's weights; rand-init, from fresh ones), or `predetermined`, from
     fresh weights.
     """
     name, space = world.tiers[tier].name, world.space
     rules = rules_of(config, key)
 
     def chosen(state: RunState) -> Architecture | None:
-        return winner_of(state, name) if given is None else given
+        return winner_of(state, name) if predetermined is None else predetermined
 
     def subnet(state: RunState) -> Subnet:
         architecture = chosen(state)
@@ -275,7 +275,7 @@ def tier_stage(
         architecture = chosen(state)
         if architecture is None:  # a tier without a model
             return None
-        if model == "rand_init" or given is not None:
+        if model == "rand_init" or predetermined is not None:
             draw = from_generator(world, lambda g: space.initial_subnet_weights(architecture, g), model, name)
             return draw(state)
         sliced = group_name(name, FROM_SUPERNET)
@@ -378,9 +378,9 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
     if config.rand_init.rounds:
         sequence += [tier_stage(world, config.rand_init, tier, "rand_init", "method.rand_init") for tier in tiers]
         models.append("rand_init")
-    scored = len(models) * len(tiers)
-    sequence.append(EvaluationStage(world, config.evaluation, lambda state: tier_jobs(world, state, models), scored))
-    return sequence
+    num_models = len(models) * len(tiers)
+    final = EvaluationStage(world, config.evaluation, lambda state: tier_jobs(world, state, models), num_models)
+    return [*sequence, final]
 
 
 METHOD = Method(

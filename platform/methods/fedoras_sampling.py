@@ -65,9 +65,9 @@ def sample_subspace(
     if (cost_table is None) != (train_budget is None):
         raise ValueError("a training budget and its cost table must be given together")
     paths = _Paths(size_table, limit, cost_table, math.inf if train_budget is None else train_budget)
-    kept = [[option for option, size in enumerate(row) if size < math.inf] for row in size_table.options]
-    paths.check(kept)
-    total = size_of(size_table, tuple(map(tuple, kept)))
+    operators_by_layer = [[option for option, size in enumerate(row) if size < math.inf] for row in size_table.options]
+    paths.check(operators_by_layer)
+    total = size_of(size_table, tuple(map(tuple, operators_by_layer)))
     prunable = [
         (layer, o) for layer, row in enumerate(size_table.options) for o, size in enumerate(row) if 0 < size < math.inf
     ]
@@ -77,12 +77,12 @@ def sample_subspace(
         layer, option = prunable[index]
         # One pass is enough, because an operator that cannot be dropped now cannot be dropped when fewer remain. The
         # pass ends within the limit, because such an operator lies on every feasible path that remains.
-        rest = [other for other in kept[layer] if other != option]
+        rest = [other for other in operators_by_layer[layer] if other != option]
         if rest and paths.exists_with(layer, rest):
-            kept[layer] = rest
+            operators_by_layer[layer] = rest
             paths.restrict(layer, rest)
             total -= size_table.options[layer][option]
-    return tuple(map(tuple, kept))
+    return tuple(map(tuple, operators_by_layer))
 
 
 Pair = tuple[float, float]
@@ -112,7 +112,7 @@ class _Paths:
             return 0.0 if cost <= self._budget else math.inf
         return cost
 
-    def check(self, kept: list[list[int]]) -> None:
+    def check(self, operators_by_layer: list[list[int]]) -> None:
         """Raises ValueError if the whole space has no path within the limits."""
         least_size = _total(self._fixed, self._lean)[0]
         unit = self._sizes.measure
@@ -129,7 +129,7 @@ class _Paths:
                 f"a training budget of {self._budget:.12g} {measure} is below the cheapest path, "
                 f"which takes {cheapest:.12g}"
             )
-        if not self.exists_with(0, kept[0]):
+        if not self.exists_with(0, operators_by_layer[0]):
             raise ValueError(
                 f"no path is within both the communication budget of {self._limit:.12g} {unit} "
                 f"and the training budget of {self._budget:.12g} {measure}: raise one of them"

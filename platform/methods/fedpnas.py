@@ -59,18 +59,18 @@ class FedPnasConfig:
     search: ArchitectureSearchConfig = field(default_factory=ArchitectureSearchConfig)
 
 
-def split_network(worker: Worker, kept: Subspace, base_cells: int) -> Network:
-    """A network with all operators in the first `base_cells` cells, and the kept ones in the others."""
+def split_network(worker: Worker, remaining: Subspace, base_cells: int) -> Network:
+    """A network with all operators in the first `base_cells` cells, and the remaining ones in the others."""
     space, module = with_cells(worker.space, "fedpnas"), worker.supernet
     everything = space.subspace_slices(space.largest_subspace)
-    slices = {**space.subspace_slices(kept), **{name: everything[name] for name in space.base_tensors(base_cells)}}
+    slices = {**space.subspace_slices(remaining), **{name: everything[name] for name in space.base_tensors(base_cells)}}
     return Network(
         module,
-        lambda x: cast(Tensor, module(x, kept, None, base_cells)),
+        lambda x: cast(Tensor, module(x, remaining, None, base_cells)),
         slices,
-        space.cost_of_cells("macs", kept, base_cells),
-        subspace=subspace_id(kept),
-        kept=kept,
+        space.cost_of_cells("macs", remaining, base_cells),
+        subspace=subspace_id(remaining),
+        remaining=remaining,
     )
 
 
@@ -90,22 +90,22 @@ class TrainSplit:
         space = with_cells(worker.space, "fedpnas")
         base = frozenset(space.base_tensors(self.base_cells))
         silo, searching_macs = own_part(space, assignment, weights, base), 0.0
-        if self.search.is_due(space, silo.kept):
-            network = split_network(worker, silo.kept, self.base_cells)
+        if self.search.is_due(space, silo.remaining):
+            network = split_network(worker, silo.remaining, self.base_cells)
             validation_data = worker.client_data(client_of(assignment), "validation")
-            kept, searching_macs = self.search.decided(
+            remaining, searching_macs = self.search.decided(
                 worker, assignment, network, joined(weights, silo, base), validation_data, self.base_cells
             )
-            silo = silo.restricted(space, kept)
-        searched = self.search.is_over(space, silo.kept)
+            silo = silo.restricted(space, remaining)
+        searched = self.search.is_over(space, silo.remaining)
         validation = validation_use(trained=self.use_validation and searched, scored=self.scored)
         data = client_samples(worker, assignment, use_validation=validation == "trained")
 
-        network, received = split_network(worker, silo.kept, self.base_cells), joined(weights, silo, base)
+        network, received = split_network(worker, silo.remaining, self.base_cells), joined(weights, silo, base)
         trained = train_network(worker, assignment, network, received, data, self.local.plain, resumed(silo.momentum))
         scores = validation_scores(worker, assignment, network, PERSONAL) if validation == "scored" else ()
         trained = trained.copied()
-        after = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.kept)
+        after = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.remaining)
         update = only(update_of(trained, len(data[1]), self.rules.weighting), base)
         return replace(
             trained_outcome(trained, len(data[1]), update),
@@ -142,7 +142,7 @@ class ScoreSplit:
         space = with_cells(worker.space, "fedpnas")
         base = frozenset(space.base_tensors(self.base_cells))
         silo = own_part(space, assignment, weights, base)
-        network = split_network(worker, silo.kept, self.base_cells)
+        network = split_network(worker, silo.remaining, self.base_cells)
         return tested_outcome(worker, assignment, PERSONAL, network, joined(weights, silo, base))
 
 

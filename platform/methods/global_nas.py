@@ -16,12 +16,11 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_search import (
     ArchitectureSearchConfig,
     Perturbation,
-    is_settled,
-    kept_of,
     perturbation_of,
-    restricted_to_kept,
+    remaining_of,
+    restricted_to_remaining,
     searched_space,
-    train_kept,
+    train_remaining,
 )
 from fedloom.platform.methods.silos import KEPT, ScoreShared, SiloTraining, SiloTrainingConfig, checked_silos
 from fedloom.platform.spaces.capabilities import with_cells
@@ -49,8 +48,10 @@ class DecideCentrally:
         """Makes the search step; the outcome's `subspace` holds the remaining operators."""
         data = worker.central_data("validation")
         network = MixedNetwork(self.subspace).on(worker)
-        kept, macs = self.search.decided(worker, assignment, network, weights, data)
-        return ClientResult(samples=len(data[1]), macs=macs, subspace=subspace_id(kept), clock_factor=EVALUATION_FACTOR)
+        remaining, macs = self.search.decided(worker, assignment, network, weights, data)
+        return ClientResult(
+            samples=len(data[1]), macs=macs, subspace=subspace_id(remaining), clock_factor=EVALUATION_FACTOR
+        )
 
 
 def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
@@ -59,27 +60,24 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
     # A decision takes effect in the next round.
     space = searched_space(world, search, train.rounds - 1, config.name, kind="perturbation")
 
-    def settled(kept: Subspace) -> bool:
-        return is_settled(space, kept, prune_edges=search.prune_edges)
-
     def decide(state: RunState) -> list[Task]:
-        kept, step = kept_of(state), perturbation_of(search, state.round, train.batch_size)
+        remaining, step = remaining_of(state), perturbation_of(search, state.round, train.batch_size)
         last = state.round == train.rounds - 1  # a decision in the last round would never be trained
-        return [] if last or not step.is_due(space, kept) else [DecideCentrally(kept, step)]
+        return [] if last or not step.is_due(space, remaining) else [DecideCentrally(remaining, step)]
 
     def take_over(state: RunState, _plan: Plan, result: RoundResult) -> RunState:
         decided = [r.subspace for r in result.client_results if r.client_id is None and r.subspace is not None]
-        return restricted_to_kept(state.with_data(KEPT, decided[0]), space) if decided else state
+        return restricted_to_remaining(state.with_data(KEPT, decided[0]), space) if decided else state
 
     training = SiloTraining(
         *(world, train, rules),
         name=config.name,
         initial=fresh_supernet(world),
-        tasks=train_kept(train, rules, settled),
+        tasks=train_remaining(train, rules, space, search),
         beside=decide,
         after=take_over,
         data={KEPT: subspace_id(space.largest_subspace)},
-        test=lambda state: ScoreShared(MixedNetwork(kept_of(state))),
+        test=lambda state: ScoreShared(MixedNetwork(remaining_of(state))),
     )
     return training.and_evaluation()
 

@@ -106,8 +106,8 @@ def _check(shares: Shares, clients: int, blame: str) -> None:
     if not isinstance(shares, Shares):
         raise PluginError(f"{blame} gives {type(shares).__name__}: give a fedloom.platform.methods.shares.Shares")
     if not isinstance(shares.values, Sized) or len(shares.values) != clients:
-        given = len(shares.values) if isinstance(shares.values, Sized) else repr(shares.values)[:60]
-        raise PluginError(f"{blame} gives {given} shares to {clients} clients: give one per client")
+        number = len(shares.values) if isinstance(shares.values, Sized) else repr(shares.values)[:60]
+        raise PluginError(f"{blame} gives {number} shares to {clients} clients: give one per client")
     for value in shares.values:
         if not (isinstance(value, Real) and 0 <= value < math.inf):
             raise PluginError(f"{blame} gives the share {value!r}: shares are finite numbers of at least 0")

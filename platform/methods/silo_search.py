@@ -180,14 +180,14 @@ def steps_made(config: ArchitectureSearchConfig, rounds: int, share: float) -> i
 # -- the remaining operators, and a limit on the MACs of the architecture that a search ends with ---------------------
 
 
-def is_decided(kept: Subspace) -> bool:
+def is_decided(remaining: Subspace) -> bool:
     """Whether every edge has at most one operator."""
-    return all(len(row) <= 1 for row in kept)
+    return all(len(row) <= 1 for row in remaining)
 
 
-def with_row(kept: Subspace, decision: int, row: tuple[int, ...]) -> Subspace:
+def with_row(remaining: Subspace, decision: int, row: tuple[int, ...]) -> Subspace:
     """The subspace with the operators of one decision replaced."""
-    return (*kept[:decision], row, *kept[decision + 1 :])
+    return (*remaining[:decision], row, *remaining[decision + 1 :])
 
 
 @dataclass(frozen=True)
@@ -218,27 +218,27 @@ class MacTarget:
         )
         return cls(fixed, rows, most)
 
-    def least(self, kept: Subspace) -> float:
+    def least(self, remaining: Subspace) -> float:
         """MACs of the cheapest architecture that keeps one of these operators per edge."""
-        return self.fixed + sum(self._cheapest(d, row) for d, row in enumerate(kept))
+        return self.fixed + sum(self._cheapest(d, row) for d, row in enumerate(remaining))
 
     def _cheapest(self, decision: int, row: Sequence[int]) -> float:
         return min((self.rows[decision][option] for option in row), default=0.0)
 
-    def allowed(self, kept: Subspace, decision: int) -> tuple[int, ...]:
+    def allowed(self, remaining: Subspace, decision: int) -> tuple[int, ...]:
         """The operators of an edge with which the target can be reached, whatever edges are decided next."""
-        row = kept[decision]
-        others = self.least(kept) - self._cheapest(decision, row)
+        row = remaining[decision]
+        others = self.least(remaining) - self._cheapest(decision, row)
         return tuple(option for option in row if others + self.rows[decision][option] <= self.most)
 
-    def most_probable(self, alphas: Tensor, kept: Subspace) -> Subspace:
+    def most_probable(self, alphas: Tensor, remaining: Subspace) -> Subspace:
         """The architecture within the target with the largest product of softmax weights; ties go to fewer MACs.
 
         Of all partial architectures only those stay that none with as few MACs beats, so that the result is exact.
         """
-        to_come = self.least(kept) - self.fixed
+        to_come = self.least(remaining) - self.fixed
         partial: list[tuple[float, float, Subspace]] = [(self.fixed, 0.0, ())]
-        for decision, row in enumerate(kept):
+        for decision, row in enumerate(remaining):
             to_come -= self._cheapest(decision, row)
             values = [float(alphas[decision, option]) for option in row]
             most = max(values, default=0.0)
@@ -263,10 +263,10 @@ ScoreOf = Callable[[Subspace], Score]
 """Returns the validation score of the network with these operators."""
 
 
-def masked_scores(score: ScoreOf, kept: Subspace, decision: int) -> dict[int, Score]:
+def masked_scores(score: ScoreOf, remaining: Subspace, decision: int) -> dict[int, Score]:
     """Per operator of an edge, the validation score of the network without it."""
-    row = kept[decision]
-    return {option: score(with_row(kept, decision, tuple(o for o in row if o != option))) for option in row}
+    row = remaining[decision]
+    return {option: score(with_row(remaining, decision, tuple(o for o in row if o != option))) for option in row}
 
 
 def by_importance(scores: dict[int, Score]) -> list[int]:
@@ -287,7 +287,7 @@ def by_importance(scores: dict[int, Score]) -> list[int]:
 def decide(
     space: HasCells,
     score: ScoreOf,
-    kept: Subspace,
+    remaining: Subspace,
     rng: np.random.Generator,
     *,
     prune_edges: bool,
@@ -302,35 +302,36 @@ def decide(
     def drawn(values: Sequence[int]) -> int:
         return values[int(rng.integers(len(values)))]
 
-    prune = prune_edges and is_decided(kept)
+    prune = prune_edges and is_decided(remaining)
     for cell_type in CELL_TYPES:
-        undecided = [decision for decision in space.decisions(cell_type) if len(kept[decision]) > 1]
-        crowded = crowded_nodes(space, kept, cell_type)
+        undecided = [decision for decision in space.decisions(cell_type) if len(remaining[decision]) > 1]
+        crowded = crowded_nodes(space, remaining, cell_type)
         if prune and crowded:
             edges = crowded[drawn(sorted(crowded))]
-            without = {edge: score(with_row(kept, edge, ())) for edge in edges}
+            without = {edge: score(with_row(remaining, edge, ())) for edge in edges}
             for edge in by_importance(without)[EDGES_KEPT:]:
-                kept = with_row(kept, edge, ())
+                remaining = with_row(remaining, edge, ())
         elif undecided and not prune:
             decision = drawn(undecided)
-            allowed = kept[decision] if target is None else target.allowed(kept, decision)
-            scores = masked_scores(score, kept, decision)
-            kept = with_row(kept, decision, (by_importance({option: scores[option] for option in allowed})[0],))
-    return kept
+            allowed = remaining[decision] if target is None else target.allowed(remaining, decision)
+            scores = masked_scores(score, remaining, decision)
+            most_important = by_importance({option: scores[option] for option in allowed})[0]
+            remaining = with_row(remaining, decision, (most_important,))
+    return remaining
 
 
-def crowded_nodes(space: HasCells, kept: Subspace, cell_type: str) -> dict[int, list[int]]:
+def crowded_nodes(space: HasCells, remaining: Subspace, cell_type: str) -> dict[int, list[int]]:
     """The nodes of a cell type with more than `EDGES_KEPT` incoming edges, with the decisions of these edges."""
     incoming: dict[int, list[int]] = {}
     for decision, (_source, node) in zip(space.decisions(cell_type), space.edges(cell_type), strict=True):
-        if kept[decision]:
+        if remaining[decision]:
             incoming.setdefault(node, []).append(decision)
     return {node: edges for node, edges in incoming.items() if len(edges) > EDGES_KEPT}
 
 
-def is_settled(space: HasCells, kept: Subspace, *, prune_edges: bool) -> bool:
+def is_settled(space: HasCells, remaining: Subspace, *, prune_edges: bool) -> bool:
     """Whether the search has ended: all edges are decided and, with `prune_edges`, all nodes pruned."""
-    return steps_left(space, kept, prune_edges=prune_edges) == 0
+    return steps_left(space, remaining, prune_edges=prune_edges) == 0
 
 
 def search_steps(space: HasCells, *, prune_edges: bool) -> int:
@@ -338,10 +339,10 @@ def search_steps(space: HasCells, *, prune_edges: bool) -> int:
     return steps_left(space, space.largest_subspace, prune_edges=prune_edges)
 
 
-def steps_left(space: HasCells, kept: Subspace, *, prune_edges: bool) -> int:
+def steps_left(space: HasCells, remaining: Subspace, *, prune_edges: bool) -> int:
     """The number of search steps until the search has ended."""
-    steps = max(sum(len(kept[decision]) > 1 for decision in space.decisions(t)) for t in CELL_TYPES)
-    return steps + (max(len(crowded_nodes(space, kept, t)) for t in CELL_TYPES) if prune_edges else 0)
+    steps = max(sum(len(remaining[decision]) > 1 for decision in space.decisions(t)) for t in CELL_TYPES)
+    return steps + (max(len(crowded_nodes(space, remaining, t)) for t in CELL_TYPES) if prune_edges else 0)
 
 
 @dataclass(frozen=True)
@@ -368,21 +369,21 @@ class Perturbation:
     def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> tuple[Personal, float]:
         """The silo's model after the search step that is due before the round's training, and the step's MACs."""
         space = with_cells(worker.space, "a search by perturbation")
-        if not self.is_due(space, silo.kept):
+        if not self.is_due(space, silo.remaining):
             return silo, 0.0
         data = worker.client_data(client_of(assignment), "validation")
-        kept, macs = self.decided(worker, assignment, MixedNetwork(silo.kept).on(worker), silo.weights, data)
-        return silo.restricted(space, kept), macs
+        remaining, macs = self.decided(worker, assignment, MixedNetwork(silo.remaining).on(worker), silo.weights, data)
+        return silo.restricted(space, remaining), macs
 
-    def is_due(self, space: HasCells, kept: Subspace) -> bool:
+    def is_due(self, space: HasCells, remaining: Subspace) -> bool:
         """Whether a step is to be made now."""
-        left = steps_left(space, kept, prune_edges=self.prune_edges)
+        left = steps_left(space, remaining, prune_edges=self.prune_edges)
         made = search_steps(space, prune_edges=self.prune_edges) - left
         return left > 0 and made < self.turns
 
-    def is_over(self, space: HasCells, kept: Subspace) -> bool:
+    def is_over(self, space: HasCells, remaining: Subspace) -> bool:
         """Whether the search has ended."""
-        return is_settled(space, kept, prune_edges=self.prune_edges)
+        return is_settled(space, remaining, prune_edges=self.prune_edges)
 
     def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
         """The training step of the silo's network: plain SGD."""
@@ -402,7 +403,7 @@ class Perturbation:
 
         Returns the remaining operators, and the MACs of all masked networks' forward passes.
         """
-        assert network.kept is not None, "only a part of a supernet is searched"
+        assert network.remaining is not None, "only a part of a supernet is searched"
         who: str | int = "server" if assignment.client_id is None else assignment.client_id
         ids = (assignment.stage, assignment.round, who)
         seed, space, macs = worker.spec.training_seed, with_cells(worker.space, "a search by perturbation"), 0.0
@@ -424,8 +425,8 @@ class Perturbation:
         rng, prune = stream(seed, "edges", *ids), self.prune_edges
         normalised = batch_statistics(network.module) if in_batches else nullcontext()
         with worker.randomness(network.module, torch_stream(seed, "masks", *ids)), normalised:
-            kept = decide(space, score, network.kept, rng, prune_edges=prune, target=target)
-        return kept, macs
+            remaining = decide(space, score, network.remaining, rng, prune_edges=prune, target=target)
+        return remaining, macs
 
 
 @contextmanager
@@ -465,17 +466,17 @@ class Milenas:
         """Starts the search with equal weights, or ends it with the largest operator of every edge."""
         del assignment
         space = with_cells(worker.space, "a search by gradients")
-        if is_decided(silo.kept):
+        if is_decided(silo.remaining):
             return silo, 0.0
         alphas = (first_alphas(space) if silo.alphas is None else silo.alphas).to(worker.device)
         if self.ends:
-            return silo.restricted(space, chosen(space, alphas, silo.kept, self.max_macs)), 0.0
+            return silo.restricted(space, chosen(space, alphas, silo.remaining, self.max_macs)), 0.0
         return replace(silo, alphas=alphas), 0.0
 
-    def is_over(self, space: HasCells, kept: Subspace) -> bool:
+    def is_over(self, space: HasCells, remaining: Subspace) -> bool:
         """Whether the search has ended."""
         del space
-        return is_decided(kept)
+        return is_decided(remaining)
 
     def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
         """SGD on the weights and, with random validation batches, on the architecture parameters, changed in place."""
@@ -525,17 +526,17 @@ def first_alphas(space: SumsOptions) -> Tensor:
     return torch.zeros((len(space.options), max(space.options)))
 
 
-def by_magnitude(alphas: Tensor, kept: Subspace) -> Subspace:
+def by_magnitude(alphas: Tensor, remaining: Subspace) -> Subspace:
     """The operator with the largest parameter of every edge; ties go to the first."""
     values = alphas.tolist()
-    return tuple((max(row, key=lambda o: (values[d][o], -o)),) if row else () for d, row in enumerate(kept))
+    return tuple((max(row, key=lambda o: (values[d][o], -o)),) if row else () for d, row in enumerate(remaining))
 
 
-def chosen(space: HasCells, alphas: Tensor, kept: Subspace, max_macs: float | None) -> Subspace:
+def chosen(space: HasCells, alphas: Tensor, remaining: Subspace, max_macs: float | None) -> Subspace:
     """The architecture that a search by gradients ends with, within `max_macs` if there is such a target."""
     if max_macs is None:
-        return by_magnitude(alphas, kept)
-    return MacTarget.of(space, max_macs).most_probable(alphas, kept)
+        return by_magnitude(alphas, remaining)
+    return MacTarget.of(space, max_macs).most_probable(alphas, remaining)
 
 
 Searcher = Perturbation | Milenas
@@ -558,23 +559,26 @@ def perturbation_of(config: ArchitectureSearchConfig, round_: int, batch_size: i
 # -- one architecture that all silos share ----------------------------------------------------------------------------
 
 
-def kept_of(state: RunState) -> Subspace:
+def remaining_of(state: RunState) -> Subspace:
     """The remaining operators of the shared architecture."""
     return parse_subspace(state.data[KEPT])
 
 
-def restricted_to_kept(state: RunState, space: HasSubspaces) -> RunState:
+def restricted_to_remaining(state: RunState, space: HasSubspaces) -> RunState:
     """The state without the weights of removed operators."""
     weights = state.weights(SUPERNET)
-    return state.with_group(SUPERNET, {name: weights[name] for name in space.subspace_slices(kept_of(state))})
+    return state.with_group(SUPERNET, {name: weights[name] for name in space.subspace_slices(remaining_of(state))})
 
 
-def train_kept(train: SiloTrainingConfig, rules: Rules, settled: Callable[[Subspace], bool]) -> TasksOfRound:
+def train_remaining(
+    train: SiloTrainingConfig, rules: Rules, space: HasCells, search: ArchitectureSearchConfig
+) -> TasksOfRound:
     """FedAvg of the remaining operators, which trains also on validation data once the search has ended."""
 
     def client(round_: Round) -> Train:
-        kept = kept_of(round_.state)
-        validation = validation_use(trained=train.use_validation and settled(kept), scored=round_.scored)
-        return Train(MixedNetwork(kept), round_.local, rules.weighting, validation)
+        remaining = remaining_of(round_.state)
+        is_over = is_settled(space, remaining, prune_edges=search.prune_edges)
+        validation = validation_use(trained=train.use_validation and is_over, scored=round_.scored)
+        return Train(MixedNetwork(remaining), round_.local, rules.weighting, validation)
 
     return to_all(client)

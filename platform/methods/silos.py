@@ -165,44 +165,44 @@ class Personal:
     Attributes:
         weights: its tensors by their names in the shared model.
         momentum: SGD's momentum buffers by parameter, where there is one.
-        kept: the remaining operators of every edge (one each after a search); empty for a fixed architecture.
+        remaining: the operators that are left of every edge (one each after a search); empty for a fixed architecture.
         alphas: the architecture parameters (decisions, options) during a search by gradients.
     """
 
     weights: Mapping[str, Tensor]
     momentum: Mapping[str, Tensor]
-    kept: Subspace = ()
+    remaining: Subspace = ()
     alphas: Tensor | None = None
 
     def packed(self) -> dict[str, Tensor]:
         """The state as named tensors."""
-        width = max((max(row, default=-1) for row in self.kept), default=-1) + 1
-        mask = torch.zeros((len(self.kept), width), dtype=torch.bool)
-        for decision, row in enumerate(self.kept):
+        width = max((max(row, default=-1) for row in self.remaining), default=-1) + 1
+        mask = torch.zeros((len(self.remaining), width), dtype=torch.bool)
+        for decision, row in enumerate(self.remaining):
             mask[decision, list(row)] = True
         weights = {f"{WEIGHTS}{name}": tensor for name, tensor in self.weights.items()}
         momentum = {f"{MOMENTUM}{name}": tensor for name, tensor in self.momentum.items()}
         return {KEPT: mask, **weights, **momentum, **({} if self.alphas is None else {ALPHAS: self.alphas})}
 
-    def restricted(self, space: HasSubspaces, kept: Subspace) -> "Personal":
+    def restricted(self, space: HasSubspaces, remaining: Subspace) -> "Personal":
         """The model without the tensors of removed operators, and without architecture parameters."""
-        names = space.subspace_slices(kept).keys()
+        names = space.subspace_slices(remaining).keys()
         weights, momentum = (
             {name: tensor for name, tensor in tensors.items() if name in names}
             for tensors in (self.weights, self.momentum)
         )
-        return Personal(weights, momentum, kept)
+        return Personal(weights, momentum, remaining)
 
 
 def unpacked(state: Weights) -> Personal:
     """The inverse of `Personal.packed`."""
-    kept = tuple(tuple(row.nonzero().flatten().tolist()) for row in state[KEPT])
-    return Personal(under(state, WEIGHTS), under(state, MOMENTUM), kept, state.get(ALPHAS))
+    remaining = tuple(tuple(row.nonzero().flatten().tolist()) for row in state[KEPT])
+    return Personal(under(state, WEIGHTS), under(state, MOMENTUM), remaining, state.get(ALPHAS))
 
 
-def begun(state: Weights | None, weights: Weights, kept: Subspace = ()) -> Personal:
-    """A silo's state; before its first round it has the shared weights and the operators `kept`."""
-    return Personal(dict(weights), {}, kept) if state is None else unpacked(state)
+def begun(state: Weights | None, weights: Weights, remaining: Subspace = ()) -> Personal:
+    """A silo's state; before its first round it has the shared weights and the operators `remaining`."""
+    return Personal(dict(weights), {}, remaining) if state is None else unpacked(state)
 
 
 def under(state: Weights, prefix: str) -> dict[str, Tensor]:
@@ -212,17 +212,17 @@ def under(state: Weights, prefix: str) -> dict[str, Tensor]:
 
 def own_network(worker: Worker, silo: Personal) -> Network:
     """A silo's network of its remaining operators, weighted by its architecture parameters if it has any."""
-    kept, alphas = silo.kept, silo.alphas
+    remaining, alphas = silo.remaining, silo.alphas
     if alphas is None:
-        return MixedNetwork(kept).on(worker)
-    absent = absent_of(alphas, kept)
-    return MixedNetwork(kept, lambda: softmax(alphas, absent)).on(worker)
+        return MixedNetwork(remaining).on(worker)
+    absent = absent_of(alphas, remaining)
+    return MixedNetwork(remaining, lambda: softmax(alphas, absent)).on(worker)
 
 
-def absent_of(alphas: Tensor, kept: Subspace) -> Tensor:
+def absent_of(alphas: Tensor, remaining: Subspace) -> Tensor:
     """Which operators (decisions, options) do not remain."""
     absent = torch.ones(alphas.shape, dtype=torch.bool)
-    for decision, row in enumerate(kept):
+    for decision, row in enumerate(remaining):
         absent[decision, list(row)] = False
     return upload(absent, alphas.device)
 

@@ -163,7 +163,7 @@ class TrainSpider:
             start = worker.space.initial_weights(generator)
         silo = begun(assignment.state, start, space.largest_subspace)
         silo, searching_macs = self.search.before(worker, assignment, silo)
-        searched = self.search.is_over(space, silo.kept)
+        searched = self.search.is_over(space, silo.remaining)
         validation = validation_use(trained=self.use_validation and searched, scored=self.scored)
         data = client_samples(worker, assignment, use_validation=validation == "trained")
 
@@ -326,15 +326,15 @@ class GainStage(ClientEvaluation):
         """Those of training every remaining architecture on every silo's data, its own silo's only with `tune_own`."""
         data, silos = self.world.data, list(self.silos)
         samples = data.sizes("train") + (0 if self.config.epoch == BY_VALIDATION else data.sizes("validation"))
-        remaining = silos[state.round :]
-        times = len(remaining) - (not self.config.tune_own) * np.isin(silos, remaining)
+        silos_left = silos[state.round :]
+        times = len(silos_left) - (not self.config.tune_own) * np.isin(silos, silos_left)
         return float(times @ samples[silos]) * self.config.epochs * TRAINING_FACTOR * self.world.expected_macs()
 
     def plan(self, state: RunState) -> Plan:
         """Trains the architecture of silo `state.round` on the data of every silo."""
         finder = state.round
         silo = begun(state.client_state(finder), state.weights(SUPERNET), self.space.largest_subspace)
-        architecture = silo.kept if silo.alphas is None else by_magnitude(silo.alphas, silo.kept)
+        architecture = silo.remaining if silo.alphas is None else by_magnitude(silo.alphas, silo.remaining)
         name = f"silo-{finder}"
         task = TrainAndScore(architecture, name, self.local, self.config.epoch)
         planned = [a for a in self.planned(finder, task) if a.client_id in self.silos]

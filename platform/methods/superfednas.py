@@ -352,8 +352,8 @@ def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
         return [*(alone_stage(world, config.train, member) for member in family), final]
     training, searches = supernet_stage(world, config.train, family), search_stages(world, config.search)
     jobs = [EvaluationJob("", SUPERNET, Subnet(member), SUPERNET, clients) for member in family]
-    scored = len(jobs) + (len(targets_of(world, config.search)) if searches else 0)
-    final = EvaluationStage(world, config.evaluation, lambda state: [*jobs, *_winners(world, state)], scored)
+    num_models = len(jobs) + (len(targets_of(world, config.search)) if searches else 0)
+    final = EvaluationStage(world, config.evaluation, lambda state: [*jobs, *_winners(world, state)], num_models)
     return [training, *searches, final]
 
 

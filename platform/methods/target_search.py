@@ -228,15 +228,15 @@ class VerifyStage(ScoringStage):
                 fit[f"predictor_kendall_tau_{metric}"] = fitted.tau
                 fit[f"predictor_mae_{metric}"] = fitted.mae
                 fit[f"predictor_held_out_{metric}"] = float(fitted.held_out)
-        found: dict[str, dict[str, float]] = {target.name: {} for target in self.targets}
+        by_target: dict[str, dict[str, float]] = {target.name: {} for target in self.targets}
         if predictors is not None and not refused:
             genome, config, seed = self.world.space.genome, self.config, self.world.config.seed_for("search")
             for target in self.targets:
-                found[target.name] = _by_id(finalists(target, genome, predictors, config, seed))
+                by_target[target.name] = _by_id(finalists(target, genome, predictors, config, seed))
             if config.front:
                 front = front_finalists(genome, self.world.macs_table, predictors, config, seed)
-                found[FRONT] = _by_id(front)
-        return state.with_data(FINALISTS, {"found": found, "fit": fit, "measured": {}, "refused": refused})
+                by_target[FRONT] = _by_id(front)
+        return state.with_data(FINALISTS, {"found": by_target, "fit": fit, "measured": {}, "refused": refused})
 
     def _predictors(self, state: RunState) -> tuple[Predictors | None, str]:
         """The predictors, None without enough samples, and why a search must not use them."""
@@ -257,8 +257,8 @@ class VerifyStage(ScoringStage):
 
     def subnets(self, state: RunState) -> Sequence[Architecture]:
         """Every finalist once, even if several targets share it."""
-        found = state.data[FINALISTS]["found"]
-        names = dict.fromkeys(name for candidates in found.values() for name in candidates)
+        by_target = state.data[FINALISTS]["found"]
+        names = dict.fromkeys(name for candidates in by_target.values() for name in candidates)
         return [parse_architecture(name) for name in names]
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:

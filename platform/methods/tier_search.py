@@ -150,7 +150,7 @@ class TierSearchStage(Stage):
 
     def macs_left(self, state: RunState) -> float:
         """Those of the models that are still to be scored."""
-        scored = len(self._searcher(state).history) if self.name in state.data else 0
+        num_scored = len(self._searcher(state).history) if self.name in state.data else 0
         everything = self.world.data.num_central("validation")
         is_estimated = self.config.statistics == ESTIMATED and self.world.space.keeps_statistics
         samples = self.config.validation_share * everything
@@ -161,7 +161,7 @@ class TierSearchStage(Stage):
             samples = of_clients + (samples if self.config.compare_with_central else 0.0)
         interval = self.goal.interval
         macs = self.world.expected_macs(self.goal.table, interval.lower, interval.upper)
-        return max(0, self.goal.budget - scored) * samples * macs
+        return max(0, self.goal.budget - num_scored) * samples * macs
 
     def plan(self, state: RunState) -> Plan:
         """The generation's candidates, for the server's workers or a cohort of clients."""

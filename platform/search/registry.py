@@ -31,12 +31,12 @@ def build_searcher(problem: SearchProblem, key: str = "method.search") -> Search
     return CheckedSearcher(config.searcher, searcher, problem) if is_import_path(config.searcher) else searcher
 
 
-def generations_left(problem: SearchProblem, scored: int) -> int:
+def generations_left(problem: SearchProblem, num_scored: int) -> int:
     """The number of generations in which the rest of the budget is scored; a user's own searcher may need others."""
-    config, left = problem.config, problem.budget - scored
+    config, left = problem.config, problem.budget - num_scored
     first = config.offspring if config.searcher == "random" else config.population
     later = config.population if config.searcher == "evolution" else config.offspring
-    if scored == 0:
+    if num_scored == 0:
         return 1 + math.ceil(max(0, left - first) / later)
     return math.ceil(max(0, left) / later)
 

@@ -104,10 +104,10 @@ def first_not_finite(tensors: Weights) -> str | None:
     sums = {name: tensor.sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
     if not sums:
         return None
-    found = list(sums.values())
-    if len({each.dtype for each in found}) > 1:
-        found = [each.double() for each in found]
-    if math.isfinite(torch.stack(found).sum().item()):
+    totals = list(sums.values())
+    if len({each.dtype for each in totals}) > 1:
+        totals = [each.double() for each in totals]
+    if math.isfinite(torch.stack(totals).sum().item()):
         return None
     # The sum over all tensors may overflow while each tensor's own is finite.
     return next((name for name, each in sums.items() if not math.isfinite(each.item())), None)

@@ -419,7 +419,7 @@ class OwnWidthDesign(WidthDesign):
         return made
 
 
-def own(
+def own_network(
     config: SpaceConfig,
     *,
     network: Annotated[str, NOT_EMPTY, "module:build, where build(input_shape, num_classes) gives the whole network"],
@@ -432,4 +432,4 @@ def own(
 
 
 _DESIGNS: tuple[Any, ...] = (CnnWidthDesign(), ResnetWidthDesign(), LstmWidthDesign())
-SPACES: Spaces = {"width": own, **{d.name: partial(from_design, WidthSpace, d) for d in _DESIGNS}}
+SPACES: Spaces = {"width": own_network, **{d.name: partial(from_design, WidthSpace, d) for d in _DESIGNS}}

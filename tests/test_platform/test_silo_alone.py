@@ -87,17 +87,17 @@ def states_alone(world: World, first: Weights) -> list[Weights]:
         task = Perturbation(turns=round_)
         assignment = Assignment("spider", round_, 1, "tier1", TrainSpider(LOCAL, 0.0, task, RULES))
         silo, _macs = task.before(worker, assignment, silo)
-        joined = all(len(row) == 1 for row in silo.kept)
+        joined = all(len(row) == 1 for row in silo.remaining)
         own = train_network(
             worker,
             assignment,
-            MixedNetwork(silo.kept).on(worker),
+            MixedNetwork(silo.remaining).on(worker),
             silo.weights,
             client_samples(worker, assignment, use_validation=joined),
             LOCAL,
             resumed(silo.momentum),
         ).copied()
-        silo = Personal(own.tensors, own.momentum, silo.kept)
+        silo = Personal(own.tensors, own.momentum, silo.remaining)
         states.append({name: tensor.clone() for name, tensor in silo.packed().items()})
     return states
 
@@ -111,7 +111,7 @@ def test_without_a_pull_a_silo_is_alone_for_as_long_as_it_searches_and_after(wor
     same, sent = states_of(world, received(first), 0.0)
     other, sent_other = states_of(world, received(first, other_weights), 0.0)
     alone = states_alone(world, first)
-    left = [sum(len(row) > 1 for row in unpacked(state).kept) for state in same]
+    left = [sum(len(row) > 1 for row in unpacked(state).remaining) for state in same]
     assert left == [10, 8, 6, 4, 2, 0], "an edge of each cell is decided in every round but the first"
     for round_ in range(ROUNDS):
         assert same_bits(same[round_], other[round_]), round_

@@ -51,7 +51,7 @@ def test_a_silo_searches_when_it_takes_part_and_makes_up_for_what_it_missed(
             due = turns(SEARCH, round_ + 1)
             late += steps < due and round_ % 2 == 1  # no round of Alg. 2 decides: it makes up for an earlier one
             steps = min(steps + 1, due)
-            kept = unpacked(memory.state(round_).groups[f"client-{client_id}"].tensors).kept
+            kept = unpacked(memory.state(round_).groups[f"client-{client_id}"].tensors).remaining
             assert [sum(len(r) == 1 for r in part) for part in (kept[:5], kept[5:])] == [steps, steps]
     assert late > 0, "somebody missed a round"
     found = memory.table("evaluations").query("stage == 'evaluation' and metric == 'accuracy'")

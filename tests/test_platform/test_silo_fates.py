@@ -223,7 +223,7 @@ def test_silos_that_are_never_heard_have_their_rows_and_leave_the_others_alone(
     for silo in (1, 2):
         assert tested.loc[silo, "architecture"] == subspace_id(darts(world).largest_subspace)
         assert tested.loc[silo, "value"] == shared_score(world, groups, silo)
-    assert tested.loc[0, "architecture"] == subspace_id(unpacked(groups["client-0"]).kept)
+    assert tested.loc[0, "architecture"] == subspace_id(unpacked(groups["client-0"]).remaining)
 
     # Whatever keeps silos from being heard, what is left of the run is the same.
     failed = elsewhere(replace(config, devices=DevicesConfig(), executor=tolerating(0.7)), "failed")

@@ -279,7 +279,7 @@ def test_a_whole_run_measures_the_architectures_that_its_silos_found(make_config
     measured = rows[rows.stage == "gains"]
     assert len(pairs(measured)) == 3
     for of in range(3):
-        kept = unpacked(state.groups[f"client-{of}"].tensors).kept
+        kept = unpacked(state.groups[f"client-{of}"].tensors).remaining
         assert set(measured[measured.model == f"silo-{of}"].architecture) == {subspace_id(kept)}
     clients = memory.table("clients")
     assert clients[clients.stage == "gains"].groupby("round").client_id.apply(list).tolist() == [[0, 1, 2]] * 3

@@ -107,7 +107,7 @@ def silo_samples(clients: pd.DataFrame, stage: str, client_id: int = 0) -> list[
 
 
 def planted(forward: Callable[[Tensor], Tensor]) -> Network:
-    return Network(nn.Identity(), forward, {}, 0.0, subspace="planted", kept=((0, 1),))
+    return Network(nn.Identity(), forward, {}, 0.0, subspace="planted", remaining=((0, 1),))
 
 
 def forever(x: Tensor, y: Tensor) -> Any:
@@ -219,13 +219,13 @@ def test_architecture_parameters_of_a_silo_stay_with_it_until_its_edges_are_deci
     assert sent(first).keys() == federation.weights.keys()
     begun = own(first)
     assert begun.alphas is not None
-    assert begun.kept == federation.space.largest_subspace
+    assert begun.remaining == federation.space.largest_subspace
     second = federation.do(TrainSpider(LOCAL, 0.1, Milenas(ends=True), RULES), first.state, round_=1)
     ended = own(second)
     assert ended.alphas is None
-    assert ended.kept == by_magnitude(begun.alphas, begun.kept)
-    assert set(ended.weights) == set(federation.space.subspace_slices(ended.kept))
-    assert second.subspace == subspace_id(ended.kept)
+    assert ended.remaining == by_magnitude(begun.alphas, begun.remaining)
+    assert set(ended.weights) == set(federation.space.subspace_slices(ended.remaining))
+    assert second.subspace == subspace_id(ended.remaining)
 
 
 def test_a_run_of_spider_by_gradients_ends_decided(make_config: Make, run_in_memory: Run) -> None:
@@ -237,7 +237,7 @@ def test_a_run_of_spider_by_gradients_ends_decided(make_config: Make, run_in_mem
     for client_id in range(3):
         groups = [memory.state(r).groups[f"client-{client_id}"].tensors for r in range(3)]
         assert [ALPHAS in group for group in groups] == [True, True, False]
-        kept = unpacked(groups[-1]).kept
+        kept = unpacked(groups[-1]).remaining
         world.space.validate_subspace(kept)
         assert [len(row) for row in kept] == [1] * 10
         train_size, validation_size = (world.data.size(client_id, s) for s in ("train", "validation"))

@@ -193,8 +193,8 @@ def test_a_silo_of_fedpnas_sends_the_base_alone(federation: Federation) -> None:
         mine = {t.data_ptr() for t in own(outcome).weights.values()}
         assert mine.isdisjoint(t.data_ptr() for t in sent(outcome).values())
     after = own(second)
-    assert set(after.weights) == set(federation.space.subspace_slices(after.kept)) - base
-    assert sum(len(row) == 1 for row in after.kept) == 2
+    assert set(after.weights) == set(federation.space.subspace_slices(after.remaining)) - base
+    assert sum(len(row) == 1 for row in after.remaining) == 2
 
 
 def test_all_silos_begin_a_round_with_the_same_base_and_their_own_rest(
@@ -224,7 +224,7 @@ def test_a_run_of_fedpnas_ends_with_an_architecture_of_its_own_for_every_silo(
     config = make_config(FedPnasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1)))
     world, memory, state = run_in_memory(config)
     space = cast(DartsSpace, world.space)
-    kept = [unpacked(state.groups[f"client-{c}"].tensors).kept for c in range(3)]
+    kept = [unpacked(state.groups[f"client-{c}"].tensors).remaining for c in range(3)]
     for found in kept:
         space.validate_subspace(found)
         assert [len(row) for row in found] == [1] * 10
@@ -253,14 +253,14 @@ def test_a_pruned_edge_and_its_tensors_are_gone(federation: Federation) -> None:
     task = TrainSpider(LOCAL, 0.1, Perturbation(turns=99, prune_edges=True), RULES)
     outcome = federation.do(task, state)
     after = own(outcome)
-    assert [sum(not row for row in after.kept[first : first + 5]) for first in (0, 5)] == [1, 1]
-    assert set(after.weights) == set(space.subspace_slices(after.kept))
+    assert [sum(not row for row in after.remaining[first : first + 5]) for first in (0, 5)] == [1, 1]
+    assert set(after.weights) == set(space.subspace_slices(after.remaining))
     assert set(after.momentum) <= set(after.weights)
     joined = sum(federation.world.data.size(0, s) for s in ("train", "validation"))
     assert outcome.samples == joined, "nothing is left to be searched"
     not_yet = federation.do(TrainSpider(LOCAL, 0.1, Perturbation(turns=0, prune_edges=True), RULES), state)
     assert not_yet.samples == federation.world.data.size(0, "train")
-    assert own(not_yet).kept == kept
+    assert own(not_yet).remaining == kept
 
 
 # -- what crosses the boundary ----------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_only_the_operators_that_are_kept_are_pulled_and_kept(spider_config: Mak
     state = Personal({n: weights[n] for n in names}, {}, kept).packed()
     after = one_round(world, weights, 0.5, state)
     assert set(after.weights) == set(names)
-    assert after.kept == kept
+    assert after.remaining == kept
     assert set(after.momentum) <= set(names)
     assert not set(tensors_of(space, (0, 1))) & set(after.weights)
 
@@ -198,12 +198,12 @@ def test_the_server_receives_the_shared_model_and_nothing_of_the_silos_own(spide
 def test_a_state_survives_being_packed() -> None:
     personal = Personal({"a": torch.ones(2)}, {"a": torch.zeros(2)}, ((0, 1), (1,), (), (0,)))
     back = unpacked(personal.packed())
-    assert back.kept == personal.kept
+    assert back.remaining == personal.remaining
     assert back.weights["a"].tolist() == [1.0, 1.0]
     assert back.momentum["a"].tolist() == [0.0, 0.0]
-    assert [len(back.kept[decision]) > 1 for decision in range(4)] == [True, False, False, False]
-    assert not is_decided(back.kept)
-    assert is_decided(with_row(back.kept, 0, (1,)))
+    assert [len(back.remaining[decision]) > 1 for decision in range(4)] == [True, False, False, False]
+    assert not is_decided(back.remaining)
+    assert is_decided(with_row(back.remaining, 0, (1,)))
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_every_silo_ends_with_a_valid_architecture_of_its_own(eight_rounds: tupl
     assert not sixth.str.contains(",").any(), "two nodes have five edges per cell; six rounds of which five search"
     groups = load_checkpoint(find_run(results, run_id).checkpoint).groups
     for client in range(3):
-        kept = unpacked(groups[f"client-{client}"].tensors).kept
+        kept = unpacked(groups[f"client-{client}"].tensors).remaining
         assert all(len(row) == 1 for row in kept)
         assert subspace_id(kept) == sixth[client], "what was found stays"
     rows = read_table(results, "evaluations", run_id=run_id)
