@@ -1,8 +1,9 @@
 """Further interfaces of spaces that some methods need, and checks that a space has them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -122,52 +123,39 @@ class HasBlocks(SearchSpace, Protocol):
         ...
 
 
-def with_subspaces(space: SearchSpace, who: str) -> HasSubspaces:
-    """The space, if it has subspaces; ValueError naming missing members."""
-    return cast(HasSubspaces, _offering(space, HasSubspaces, who, "cnn_cifar"))
+Offered = TypeVar("Offered", bound=SearchSpace, covariant=True)
 
 
-def with_tasks(space: SearchSpace, who: str) -> HasTasks:
-    """The space, if it has a classifier per task; ValueError naming missing members."""
-    return cast(HasTasks, _offering(space, HasTasks, who, "cnn_cifar"))
+@dataclass(frozen=True)
+class Need(Generic[Offered]):
+    """What a method needs of a space: called with a space and whoever needs it, it gives the space as one that has it.
+
+    Calling it raises ValueError naming missing members, and built-in spaces that have them (`such_as`).
+    """
+
+    protocol: type
+    such_as: str
+
+    def __call__(self, space: SearchSpace, who: str) -> Offered:
+        missing = lacking(space, self.protocol)
+        if missing:
+            needed = (self.protocol.__doc__ or "").partition(":")[0].partition(".")[0].strip()
+            # The last members distinguish this kind of space from simpler ones.
+            more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+            raise ValueError(
+                f"{who} cannot use space {space.name}, which has no {', '.join(missing[-SHOWN:])}{more}; choose "
+                f"space.name={self.such_as}, or one of your own like this: {needed[:1].lower()}{needed[1:]}"
+            )
+        return cast(Offered, space)
 
 
-def summing_options(space: SearchSpace, who: str) -> SumsOptions:
-    """The space, if it sums any subset of a decision's options; ValueError naming missing members."""
-    return cast(SumsOptions, _offering(space, SumsOptions, who, "resnet18_modular or darts_s2"))
-
-
-def with_cells(space: SearchSpace, who: str) -> HasCells:
-    """The space, if it consists of cells; ValueError naming missing members."""
-    return cast(HasCells, _offering(space, HasCells, who, "darts_s2"))
-
-
-def with_depths(space: SearchSpace, who: str) -> HasDepths:
-    """The space, if its subnets differ in depth and width; ValueError naming missing members."""
-    return cast(HasDepths, _offering(space, HasDepths, who, "resnet_elastic"))
-
-
-def with_exits(space: SearchSpace, who: str) -> HasExits:
-    """The space, if its subnets have an exit after every block; ValueError naming missing members."""
-    return cast(HasExits, _offering(space, HasExits, who, "cnn_depth or resnet_depth"))
-
-
-def with_blocks(space: SearchSpace, who: str) -> HasBlocks:
-    """The space, if its subnets consist of blocks; ValueError naming missing members."""
-    return cast(HasBlocks, _offering(space, HasBlocks, who, "resnet_elastic"))
-
-
-def _offering(space: SearchSpace, what: type, who: str, such_as: str) -> Any:
-    missing = lacking(space, what)
-    if missing:
-        needed = (what.__doc__ or "").partition(":")[0].partition(".")[0].strip()
-        # The last members distinguish this kind of space from simpler ones.
-        few = f"{', '.join(missing[-SHOWN:])}{f' and {len(missing) - SHOWN} more' if len(missing) > SHOWN else ''}"
-        raise ValueError(
-            f"{who} cannot use space {space.name}, which has no {few}; choose space.name={such_as}, or one of your own "
-            f"like this: {needed[:1].lower()}{needed[1:]}"
-        )
-    return space
+with_subspaces: Need[HasSubspaces] = Need(HasSubspaces, "cnn_cifar")
+with_tasks: Need[HasTasks] = Need(HasTasks, "cnn_cifar")
+summing_options: Need[SumsOptions] = Need(SumsOptions, "resnet18_modular or darts_s2")
+with_cells: Need[HasCells] = Need(HasCells, "darts_s2")
+with_depths: Need[HasDepths] = Need(HasDepths, "resnet_elastic")
+with_exits: Need[HasExits] = Need(HasExits, "cnn_depth or resnet_depth")
+with_blocks: Need[HasBlocks] = Need(HasBlocks, "resnet_elastic")
 
 
 def lacking(space: object, what: type) -> list[str]:

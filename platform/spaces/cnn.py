@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
-from fedloom.platform.spaces.space_config import Spaces, from_design
+from fedloom.platform.spaces.space_config import spaces_of
 
 # -- operators: conv(k), ds(k,e), mb(k,e), identity -------------------------------------------------------------------
 # They preserve the shape (c channels in and out, "same" padding). Every convolution is followed by BatchNorm and ReLU,
@@ -339,7 +339,4 @@ def _check(design: CnnDesign) -> None:
             )
 
 
-SPACES: Spaces = {
-    design.name: partial(from_design, cnn_space, design)
-    for design in (CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS, CNN_SPEECH)
-}
+SPACES = spaces_of(cnn_space, CNN_CIFAR, CNN_CIFAR_WIDE, CNN_DIGITS, CNN_SPEECH)

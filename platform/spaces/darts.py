@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedloom.platform.spaces.base import FixedSpace, measure_of
+from fedloom.platform.spaces.base import FixedSpace, SearchSpace, measure_of, once
 from fedloom.platform.spaces.operator_choice import (
     Part,
     SummedOperatorSpace,
     as_subspace,
     cost_of_parts,
-    operator_held,
+    outputs_of,
 )
 from fedloom.platform.spaces.slices import Architecture, Subspace
-from fedloom.platform.spaces.space_config import Spaces, from_design
+from fedloom.platform.spaces.space_config import spaces_of
 
 # -- operators (Liu et al. 2019), and those of the spaces of RobustDARTS (Zela et al. 2020) ---------------------------
 # Each maps (N, c, H, W) to (N, c, H/stride, W/stride) with a stride of 1 or 2. No operator changes its input, because
@@ -326,11 +326,7 @@ class SearchableEdge(nn.Module):
 
     def forward(self, state: State, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
         """The sum of the operators' outputs, each times its entry of `mix` (one per option) if given."""
-        where = f"edge {self.edge}"
-        outputs = [state.through(operator_held(self.ops, option, where, self.names)) for option in options]
-        if mix is not None:
-            outputs = [y * mix[option] for option, y in zip(options, outputs, strict=True)]
-        return reduce(torch.add, outputs)
+        return reduce(torch.add, outputs_of(self.ops, options, state.through, mix, f"edge {self.edge}", self.names))
 
 
 class Cell(nn.Module):
@@ -448,7 +444,6 @@ class DartsSpace(SummedOperatorSpace):
         super().__init__(design.name, design.input_shape, design.operator_names)
         self.design = design
         self.plans = plan_cells(design)
-        self._cell_costs: dict[str, tuple[CellCosts, ...]] = {}
 
     # -- cells and edges -----------------------------------------------------------------------------------------
 
@@ -473,11 +468,6 @@ class DartsSpace(SummedOperatorSpace):
         """(source, node) per decision of a cell type; both types have the same edges."""
         self.decisions(cell_type)
         return self.design.edges
-
-    def edge_name(self, decision: int) -> str:
-        """A decision's readable name, such as `normal 0->2`; ValueError if the decision does not exist."""
-        self._check_decision(decision)
-        return self.design.edge_name(decision)
 
     def _decision_name(self, decision: int) -> str:
         return f"edge {self.design.edge_name(decision)}"
@@ -544,16 +534,17 @@ class DartsSpace(SummedOperatorSpace):
         return total
 
     def _costs_by_cell(self, measure: str) -> tuple[CellCosts, ...]:
-        if measure not in self._cell_costs:
+        def compute(_space: SearchSpace) -> tuple[CellCosts, ...]:
             cost = cost_of_parts(measure_of(measure))
-            self._cell_costs[measure] = tuple(
+            return tuple(
                 tuple(
                     tuple(cost(self._part(cell, decision, option)) for option in range(self.options[decision]))
                     for decision in self._decisions_of(cell)
                 )
                 for cell in range(self.design.cells)
             )
-        return self._cell_costs[measure]
+
+        return once(self, f"{measure} by cell", compute)
 
 
 DARTS = ("none", "max_pool_3x3", "avg_pool_3x3", "skip_connect",
@@ -614,6 +605,13 @@ FEDNAS_V1_CELLS: tuple[Genotype, Genotype] = (
 
 
 @dataclass(frozen=True)
+class ShallowDesign(DartsDesign):
+    """One that may have two cells, both of which reduce: in a fixed network no decision is idle for it."""
+
+    fewest_cells: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
 class DartsV2Design:
     """The fixed network of the cells found by DARTS (second order); for the sizes see `DartsDesign`.
 
@@ -630,6 +628,7 @@ class DartsV2Design:
     channels: int = 36
     stem_stride: int = 1
     published_cells: ClassVar[tuple[Genotype, Genotype]] = DARTS_V2_CELLS
+    searched: ClassVar[type[DartsDesign]] = DartsDesign
 
     def __post_init__(self) -> None:
         _ = self.darts
@@ -637,18 +636,11 @@ class DartsV2Design:
     @property
     def darts(self) -> DartsDesign:
         """The space that the network is a subspace of."""
-        return DartsDesign(**asdict(self), operators=DARTS, affine=True)
+        return self.searched(**asdict(self), operators=DARTS, affine=True)
 
     def build(self) -> nn.Module:
         """The network, which always uses all of its operators."""
         return DartsNetwork(self.darts, kept_by(self.darts, self.published_cells))
-
-
-@dataclass(frozen=True)
-class ShallowDesign(DartsDesign):
-    """One that may have two cells, both of which reduce: in a fixed network no decision is idle for it."""
-
-    fewest_cells: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)
@@ -659,11 +651,7 @@ class FedNasV1Design(DartsV2Design):
     cells: int = 2
     channels: int = 16
     published_cells: ClassVar[tuple[Genotype, Genotype]] = FEDNAS_V1_CELLS
-
-    @property
-    def darts(self) -> DartsDesign:
-        """The space that the network is a subspace of."""
-        return ShallowDesign(**asdict(self), operators=DARTS, affine=True)
+    searched: ClassVar[type[DartsDesign]] = ShallowDesign
 
 
 def kept_by(design: DartsDesign, cells: tuple[Genotype, Genotype]) -> Subspace:
@@ -682,9 +670,7 @@ DARTS_V2_SMALL = DartsV2Design("darts_v2_small", cells=5, channels=8)
 
 FEDNAS_V1 = FedNasV1Design()
 
-_SEARCHED = (DARTS_S1, DARTS_S2, DARTS_S3, DARTS_S4, DARTS_FULL, DARTS_S2_SMALL)
-_PUBLISHED = (DARTS_V2, DARTS_V2_SMALL, FEDNAS_V1)
-SPACES: Spaces = {
-    **{design.name: partial(from_design, DartsSpace, design) for design in _SEARCHED},
-    **{design.name: partial(from_design, FixedSpace, design) for design in _PUBLISHED},
+SPACES = {
+    **spaces_of(DartsSpace, DARTS_S1, DARTS_S2, DARTS_S3, DARTS_S4, DARTS_FULL, DARTS_S2_SMALL),
+    **spaces_of(FixedSpace, DARTS_V2, DARTS_V2_SMALL, FEDNAS_V1),
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from fedloom.platform.spaces.base import SlicedSpace
 from fedloom.platform.spaces.resnet import MULTIPLE, STAGES, BasicBlock, Resnet18Size, norm_of
 from fedloom.platform.spaces.slices import Architecture
-from fedloom.platform.spaces.space_config import Spaces, from_design
+from fedloom.platform.spaces.space_config import spaces_of
 
 
 class DepthNetwork(nn.Module):
@@ -135,4 +134,4 @@ class ResnetDepthDesign(Resnet18Size):
         return [nn.Sequential(self.build_stem(), parts[0]), *parts[1:]]
 
 
-SPACES: Spaces = {d.name: partial(from_design, DepthSpace, d) for d in (CnnDepthDesign(), ResnetDepthDesign())}
+SPACES = spaces_of(DepthSpace, CnnDepthDesign(), ResnetDepthDesign())

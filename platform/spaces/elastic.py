@@ -109,16 +109,15 @@ class ElasticSpace(SlicedSpace):
         self.name = design.name
         self.input_shape = tuple(design.input_shape)
         self.input_dtype = design.input_dtype
-        self._genome = design.genome
-        self.options = tuple(len(stage.contents) for stage in self._genome.stages)
+        self.options = tuple(len(stage.contents) for stage in self.genome.stages)
         self._stage_slices = lru_cache(maxsize=None)(self._slices_of_stage)
 
     # -- architectures ----------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def genome(self) -> ElasticGenome:
         """Depths and widths per stage."""
-        return self._genome
+        return self.design.genome
 
     @property
     def keeps_statistics(self) -> bool:
@@ -233,11 +232,6 @@ class ElasticSpace(SlicedSpace):
         stages = [self._build_stage(stage, content) for stage, content in enumerate(self.contents(architecture))]
         return self.design.join(self.design.build_stem(), stages, self.design.build_head())
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every supernet tensor, in state-dict order."""
-        return supernet_shapes(self)
-
     def slices(self, architecture: Architecture) -> SliceMap:
         """The slice of each subnet tensor: leading channels of the supernet tensor of the same name."""
         self.validate(architecture)
@@ -248,13 +242,13 @@ class ElasticSpace(SlicedSpace):
 
     @cached_property
     def _fixed_slices(self) -> tuple[dict[str, Slice], dict[str, Slice]]:
-        stem, head = ({n: Slice(n) for n in self.shapes if n.startswith(part)} for part in ("stem.", "head."))
+        stem, head = ({n: Slice(n) for n in supernet_shapes(self) if n.startswith(part)} for part in ("stem.", "head."))
         return stem, head
 
     def _slices_of_stage(self, stage: int, content: tuple[int, ...]) -> dict[str, Slice]:
-        module = on_meta(partial(self._build_stage, stage, content))
+        module, shapes = on_meta(partial(self._build_stage, stage, content)), supernet_shapes(self)
         named = {f"stages.{stage}.{name}": tuple(t.shape) for name, t in module.state_dict().items()}
-        return {name: leading(name, shape, self.shapes[name]) for name, shape in named.items()}
+        return {name: leading(name, shape, shapes[name]) for name, shape in named.items()}
 
     # -- costs ------------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.operator_choice import Part, SummedOperatorSpace, as_subspace, operator_held
+from fedloom.platform.spaces.operator_choice import Part, SummedOperatorSpace, as_subspace, outputs_of
 from fedloom.platform.spaces.resnet import Resnet18Size
 from fedloom.platform.spaces.slices import Architecture, Subspace
-from fedloom.platform.spaces.space_config import Spaces, from_design
+from fedloom.platform.spaces.space_config import spaces_of
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,7 @@ class ModularBlock(nn.Module):
 
     def forward(self, x: Tensor, options: Sequence[int], mix: Tensor | None = None) -> Tensor:
         """Each branch is weighted by its entry of `mix` (one per option), if given."""
-        where = f"block {self.block}"
-        outputs: list[Tensor] = [operator_held(self.branches, option, where)(x) for option in options]
-        if mix is not None:
-            outputs = [y * mix[option] for option, y in zip(options, outputs, strict=True)]
+        outputs = outputs_of(self.branches, options, lambda branch: branch(x), mix, f"block {self.block}")
         shortcut: Tensor = self.shortcut(x)
         return F.relu(reduce(torch.add, outputs) + shortcut if outputs else shortcut)
 
@@ -118,6 +115,4 @@ class ModularSpace(SummedOperatorSpace):
 RESNET18_MODULAR = ModularDesign("resnet18_modular")
 RESNET18_MODULAR_SMALL = ModularDesign("resnet18_modular_small", stem_channels=16)
 
-SPACES: Spaces = {
-    design.name: partial(from_design, ModularSpace, design) for design in (RESNET18_MODULAR, RESNET18_MODULAR_SMALL)
-}
+SPACES = spaces_of(ModularSpace, RESNET18_MODULAR, RESNET18_MODULAR_SMALL)

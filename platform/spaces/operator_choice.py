@@ -102,11 +102,6 @@ class NamedOperatorSpace(SearchSpace, ABC):
         if list(row) != sorted(set(row)):
             raise ValueError(f"{where} must keep distinct operators in order, given {row}")
 
-    def _check_decision(self, decision: int) -> None:
-        if not 0 <= decision < len(self.options):
-            kinds = f"{self._decision_kind}s"
-            raise ValueError(f"{self.name} has the {kinds} 0 to {len(self.options) - 1}, given {decision}")
-
     def _choices(self, decision: int) -> str:
         return "operators " + ", ".join(f"{i} ({name})" for i, name in enumerate(self.operator_names[decision]))
 
@@ -195,6 +190,19 @@ def operator_held(operators: nn.ModuleDict, option: int, where: str, names: Sequ
 
     held = ", ".join(shown(int(key)) for key in operators) or "nothing"
     raise ValueError(f"{where} holds {held}, not {shown(option)}")
+
+
+def outputs_of(
+    operators: nn.ModuleDict,
+    options: Sequence[int],
+    through: Callable[[nn.Module], Tensor],
+    mix: Tensor | None,
+    where: str,
+    names: Sequence[str] = (),
+) -> list[Tensor]:
+    """What `through` gives for each of these operators, times its entry of `mix` (one per option) if that is given."""
+    outputs = [through(operator_held(operators, option, where, names)) for option in options]
+    return outputs if mix is None else [y * mix[option] for option, y in zip(options, outputs, strict=True)]
 
 
 # -- one operator per layer: a fixed skeleton with searchable layers, of which a path chooses (FedorAS) ---------------

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from fedloom.platform.spaces.base import FixedSpace
 from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
 from fedloom.platform.spaces.initialisation import UniformConvolution
-from fedloom.platform.spaces.space_config import Spaces, from_design
+from fedloom.platform.spaces.space_config import spaces_of
 
 NORMS = ("none", "batch", "group")
 INITIALISATIONS = ("torch", "he")
@@ -330,7 +329,7 @@ RESNET18 = Resnet18Design("resnet18")
 RESNET18_SMALL = Resnet18Design("resnet18_small", stem_channels=16)
 RESNET34 = Resnet18Design("resnet34", blocks=(3, 4, 6, 3))
 
-SPACES: Spaces = {
-    **{design.name: partial(from_design, ElasticSpace, design) for design in (ResnetDesign(), RESNET_SMALL)},
-    **{design.name: partial(from_design, FixedSpace, design) for design in (RESNET18, RESNET18_SMALL, RESNET34)},
+SPACES = {
+    **spaces_of(ElasticSpace, ResnetDesign(), RESNET_SMALL),
+    **spaces_of(FixedSpace, RESNET18, RESNET18_SMALL, RESNET34),
 }

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.spaces.initialisation import fill_uniform
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
-from fedloom.platform.spaces.space_config import Spaces, from_design
+from fedloom.platform.spaces.space_config import spaces_of
 
 # -- recurrences over time whose gradients are written out: a third of the time of torch's own on a processor ---------
 # Every step of a recurrence is a few operators on small tensors, whose cost is that of calling them. Here everything
@@ -383,4 +383,4 @@ def rnn_space(design: RnnDesign) -> OperatorChoiceSpace:
     )
 
 
-SPACES: Spaces = {"rnn_shakespeare": partial(from_design, rnn_space, RnnDesign())}
+SPACES = spaces_of(rnn_space, RnnDesign())

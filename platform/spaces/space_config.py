@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Annotated, Any
 
 from annotated_types import Interval
@@ -90,3 +91,8 @@ def from_design(make: Callable[[Any], SearchSpace], default: Any, config: SpaceC
 
 Spaces = Mapping[str, SpaceBuilder]
 """The spaces of a module, by name."""
+
+
+def spaces_of(make: Callable[[Any], SearchSpace], *designs: Any) -> Spaces:
+    """The spaces that `make` makes of designs, by the designs' names."""
+    return {design.name: partial(from_design, make, design) for design in designs}

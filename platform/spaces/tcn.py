@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
-from fedloom.platform.spaces.space_config import Spaces, from_design
+from fedloom.platform.spaces.space_config import spaces_of
 
 
 @dataclass(frozen=True)
@@ -203,4 +202,4 @@ def _length(direction: Tensor) -> Tensor:
     return direction.square().sum(dim=(1, 2), keepdim=True).sqrt()
 
 
-SPACES: Spaces = {"tcn_elastic": partial(from_design, ElasticSpace, TcnDesign())}
+SPACES = spaces_of(ElasticSpace, TcnDesign())

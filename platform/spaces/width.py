@@ -23,7 +23,7 @@ from fedloom.platform.spaces.base import SearchSpace, SlicedSpace, samples_of, s
 from fedloom.platform.spaces.initialisation import fill_uniform, on_meta
 from fedloom.platform.spaces.resnet import Resnet18, Resnet18Design
 from fedloom.platform.spaces.slices import Architecture, Weights
-from fedloom.platform.spaces.space_config import SpaceConfig, Spaces, from_design
+from fedloom.platform.spaces.space_config import SpaceConfig, Spaces, from_design, spaces_of
 from fedloom.tiers.measure import shapes_only
 
 # -- narrower versions of any plain network ---------------------------------------------------------------------------
@@ -431,5 +431,7 @@ def own_network(
     return space
 
 
-_DESIGNS: tuple[Any, ...] = (CnnWidthDesign(), ResnetWidthDesign(), LstmWidthDesign())
-SPACES: Spaces = {"width": own_network, **{d.name: partial(from_design, WidthSpace, d) for d in _DESIGNS}}
+SPACES: Spaces = {
+    "width": own_network,
+    **spaces_of(WidthSpace, CnnWidthDesign(), ResnetWidthDesign(), LstmWidthDesign()),
+}

@@ -74,7 +74,7 @@ def test_edges_are_named_for_people() -> None:
     assert edges[-1] == (4, 5)
     assert s2.edges("reduction") == edges
     assert s2.decisions("reduction") == range(14, 28)
-    assert [s2.edge_name(d) for d in (0, 13, 14, 27)] == [
+    assert [s2.design.edge_name(d) for d in (0, 13, 14, 27)] == [
         "normal 0->2",
         "normal 4->5",
         "reduction 0->2",
@@ -82,8 +82,6 @@ def test_edges_are_named_for_people() -> None:
     ]
     with pytest.raises(ValueError, match="unknown cell type 'reduce': known are normal, reduction"):
         s2.edges("reduce")
-    with pytest.raises(ValueError, match="has the edges 0 to 27, given 28"):
-        s2.edge_name(28)
 
 
 @pytest.mark.parametrize(("cells", "at"), [(3, [1, 2]), (4, [1, 2]), (5, [1, 3]), (8, [2, 5]), (20, [6, 13])])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.seeding import stream, torch_stream
+from fedloom.platform.spaces.base import supernet_shapes
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.registry import build_space
@@ -246,14 +247,14 @@ def test_more_subnets_than_skeletons_are_kept_still_run() -> None:
 
 def test_the_supernet_holds_the_spaces_tensors_and_no_other(space: ElasticSpace) -> None:
     supernet = space.build_supernet()
-    assert {n: tuple(t.shape) for n, t in supernet.state_dict().items()} == dict(space.shapes)
+    assert {n: tuple(t.shape) for n, t in supernet.state_dict().items()} == dict(supernet_shapes(space))
     assert all(bool(t.isnan().all()) for t in supernet.parameters()), "a forgotten load must not look like a result"
 
 
 def test_initial_weights_depend_on_the_generator_alone(space: ElasticSpace) -> None:
     first, second = (space.initial_weights(torch_stream(5, "test")) for _ in range(2))
     other = space.initial_weights(torch_stream(6, "test"))
-    assert first.keys() == space.shapes.keys()
+    assert first.keys() == supernet_shapes(space).keys()
     assert all(torch.equal(t, second[n]) for n, t in first.items())
     assert not torch.equal(first["stem.0.weight"], other["stem.0.weight"])
     alone = space.initial_subnet_weights((1, 4), torch_stream(5, "test"))
@@ -267,7 +268,7 @@ def test_initial_weights_depend_on_the_generator_alone(space: ElasticSpace) -> N
 
 def test_slices_of_the_largest_are_whole(space: ElasticSpace) -> None:
     slices = space.slices(space.largest)
-    assert slices.keys() == space.shapes.keys()
+    assert slices.keys() == supernet_shapes(space).keys()
     assert all(piece == Slice(name) for name, piece in slices.items())
 
 
@@ -281,7 +282,7 @@ def test_slices_lie_in_the_supernet_and_have_the_subnets_shapes(space: ElasticSp
         }
         for name, piece in slices.items():
             assert piece.source == name, "subnet and supernet name their tensors alike"
-            shape = space.shapes[name]
+            shape = supernet_shapes(space)[name]
             region = piece.region or tuple((0, n) for n in shape)
             assert all(start == 0 and 0 < stop <= whole for (start, stop), whole in zip(region, shape, strict=True))
 
@@ -300,7 +301,7 @@ def test_a_smaller_subnets_slices_lie_inside_a_larger_ones(space: ElasticSpace) 
 
 
 def _cut(space: ElasticSpace, architecture: Architecture) -> dict[str, Tensor]:
-    meta = {name: torch.empty(shape, device="meta") for name, shape in space.shapes.items()}
+    meta = {name: torch.empty(shape, device="meta") for name, shape in supernet_shapes(space).items()}
     return extract(meta, space.slices(architecture))
 
 
@@ -365,4 +366,4 @@ def test_a_configured_space_is_as_configured() -> None:
     assert isinstance(space, ElasticSpace)
     assert space.options == (5, 30, 5, 5)
     assert not space.keeps_statistics
-    assert space.shapes["head.2.weight"] == (7, 2048)
+    assert supernet_shapes(space)["head.2.weight"] == (7, 2048)

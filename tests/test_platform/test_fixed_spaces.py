@@ -241,7 +241,7 @@ def test_the_cells_of_darts_v2() -> None:
     space = DartsSpace(DartsV2Design().darts)
     kept = kept_by(space.design, DARTS_V2_CELLS)
     space.validate_subspace(kept)
-    found = {space.edge_name(d): space.operator_names[d][row[0]] for d, row in enumerate(kept) if row}
+    found = {space.design.edge_name(d): space.operator_names[d][row[0]] for d, row in enumerate(kept) if row}
     assert all(len(row) <= 1 for row in kept)
     assert found == {
         "normal 0->2": "sep_conv_3x3",

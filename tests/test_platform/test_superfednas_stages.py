@@ -26,6 +26,7 @@ from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.search.fitness import fitness_of, path_of_the_fittest
 from fedloom.platform.search.targets import TargetSearchConfig
+from fedloom.platform.spaces.base import supernet_shapes
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import as_array
 from fedloom.platform.spaces.slices import Architecture, architecture_id, extract, parse_architecture
@@ -110,7 +111,7 @@ def test_any_subnet_can_be_cut_from_the_kept_supernet(elastic_config: Make, resu
     config = elastic_config()
     results, space = results_of(config), space_of(build_world(config))
     tensors, _ = load_model(results.paths, "supernet")
-    assert {n: tuple(t.shape) for n, t in tensors.items()} == dict(space.shapes)
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == dict(supernet_shapes(space))
     for architecture in list(space.enumerate())[::5]:
         subnet = space.build_subnet(architecture)
         subnet.load_state_dict(extract(tensors, space.slices(architecture)))
