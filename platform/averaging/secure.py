@@ -31,7 +31,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import MASKED, TensorSum, Update, WeightedSums
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic
 from fedloom.platform.seeding import stream
-from fedloom.platform.spaces.slices import Region, Slice, SliceMap, Weights, part_in, part_of, whole_region
+from fedloom.platform.spaces.slices import Region, Slice, SliceMap, Weights, part_in, part_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class SecureAggregation(Processor):
 
 def _regions(slices: SliceMap, old: Weights) -> Held:
     """The region of every shared tensor that a client with these slices holds."""
-    return {p.source: whole_region(old[p.source]) if p.region is None else p.region for p in slices.values()}
+    return {piece.source: piece.region_of(old[piece.source]) for piece in slices.values()}
 
 
 def _shared(held: Mapping[int, Held]) -> dict[int, Held]:
@@ -160,7 +160,7 @@ class SecureRound(Processor):
             piece, weight = update.slices[name], update.weights[name]
             if not tensor.is_floating_point():
                 continue
-            region = _region(piece, tensor)
+            region = piece.region_of(tensor)
             fixed = self._fixed((tensor.detach().cpu() - received[name].cpu()).double() * weight, name)
             fixed += _noise(fixed.shape, _generator(self._at(self.own_seed(client), piece.source)))
             holders = torch.ones(fixed.shape, dtype=MASKED)
@@ -280,10 +280,6 @@ def _generator(seed: int) -> torch.Generator:
 def _noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Uniform numbers modulo 2^32."""
     return torch.empty(tuple(shape), dtype=MASKED).random_(LOW, HIGH, generator=generator)
-
-
-def _region(piece: Slice, tensor: Tensor) -> Region:
-    return piece.region if piece.region is not None else whole_region(tensor)
 
 
 def _shape(region: Region) -> tuple[int, ...]:

@@ -20,6 +20,10 @@ from fedloom.platform.settings import POSITIVE
 from fedloom.platform.spaces.slices import Region, Weights, part_of
 
 DECAY = Interval(ge=0, lt=1)
+ServerLR = Annotated[float, POSITIVE, "the server's learning rate"]
+Beta1 = Annotated[float, DECAY, "decay of the mean change"]
+Beta2 = Annotated[float, DECAY, "decay of the squared change"]
+Tau = Annotated[float, POSITIVE, "adaptivity: what keeps steps finite"]
 
 
 @dataclass(frozen=True)
@@ -87,25 +91,14 @@ def replace(step: ServerStep) -> Tensor:
     return step.mean
 
 
-def fedavgm(
-    step: ServerStep,
-    *,
-    server_lr: Annotated[float, POSITIVE, "the server's learning rate"] = 1.0,
-    server_momentum: Annotated[float, DECAY, "decay of the mean change"] = 0.9,
-) -> Tensor:
+def fedavgm(step: ServerStep, *, server_lr: ServerLR = 1.0, server_momentum: Beta1 = 0.9) -> Tensor:
     """Server momentum: v <- beta v + change; x <- x + eta v (Hsu, Qi and Brown 2019)."""
     velocity = step.state("momentum")
     velocity.mul_(server_momentum).add_(step.change)
     return step.old + server_lr * velocity
 
 
-def fedadagrad(
-    step: ServerStep,
-    *,
-    server_lr: Annotated[float, POSITIVE, "the server's learning rate"] = 0.1,
-    beta_1: Annotated[float, DECAY, "decay of the mean change"] = 0.0,
-    tau: Annotated[float, POSITIVE, "adaptivity: what keeps steps finite"] = 1e-3,
-) -> Tensor:
+def fedadagrad(step: ServerStep, *, server_lr: ServerLR = 0.1, beta_1: Beta1 = 0.0, tau: Tau = 1e-3) -> Tensor:
     """FedAdagrad: v <- v + change^2 (Reddi et al. 2021, Alg. 2)."""
     variance = step.state("variance", tau**2)
     variance.add_(step.change.square())
@@ -113,12 +106,7 @@ def fedadagrad(
 
 
 def fedadam(
-    step: ServerStep,
-    *,
-    server_lr: Annotated[float, POSITIVE, "the server's learning rate"] = 0.01,
-    beta_1: Annotated[float, DECAY, "decay of the mean change"] = 0.9,
-    beta_2: Annotated[float, DECAY, "decay of the squared change"] = 0.99,
-    tau: Annotated[float, POSITIVE, "adaptivity: what keeps steps finite"] = 1e-3,
+    step: ServerStep, *, server_lr: ServerLR = 0.01, beta_1: Beta1 = 0.9, beta_2: Beta2 = 0.99, tau: Tau = 1e-3
 ) -> Tensor:
     """FedAdam: v <- beta_2 v + (1 - beta_2) change^2 (Reddi et al. 2021, Alg. 2)."""
     variance = step.state("variance", tau**2)
@@ -127,12 +115,7 @@ def fedadam(
 
 
 def fedyogi(
-    step: ServerStep,
-    *,
-    server_lr: Annotated[float, POSITIVE, "the server's learning rate"] = 0.01,
-    beta_1: Annotated[float, DECAY, "decay of the mean change"] = 0.9,
-    beta_2: Annotated[float, DECAY, "decay of the squared change"] = 0.99,
-    tau: Annotated[float, POSITIVE, "adaptivity: what keeps steps finite"] = 1e-3,
+    step: ServerStep, *, server_lr: ServerLR = 0.01, beta_1: Beta1 = 0.9, beta_2: Beta2 = 0.99, tau: Tau = 1e-3
 ) -> Tensor:
     """FedYogi: v <- v - (1 - beta_2) change^2 sign(v - change^2) (Reddi et al. 2021, Alg. 2)."""
     variance, square = step.state("variance", tau**2), step.change.square()

@@ -207,6 +207,21 @@ class MixedNetwork:
         return summing, summing.largest_subspace if self.subspace is None else self.subspace
 
 
+@dataclass(frozen=True)
+class OfSubnet:
+    """Base of networks that train a subnet's tensors in another way, at the subnet's cost; override `on`."""
+
+    subnet: Subnet
+
+    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
+        """The subnet's cost."""
+        return self.subnet.account(worker, assignment, batches)
+
+    def held(self, space: SearchSpace) -> SliceMap:
+        """The subnet's slices."""
+        return self.subnet.held(space)
+
+
 def in_task(worker: Worker, data: Samples, network: Network) -> Samples:
     """The samples with the labels of the task that a network is for."""
     choices = network.choices if worker.spec.label_sets else None

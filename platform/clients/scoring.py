@@ -234,6 +234,17 @@ class ScoreSubnets:
         )
 
 
+def statistics_of(module: nn.Module) -> dict[str, Tensor]:
+    """A module's running statistics by name."""
+    return {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+
+
+def statistics_update(module: nn.Module, weight: float) -> Update:
+    """A module's running statistics as an update, all of one weight."""
+    buffers = statistics_of(module)
+    return Update(buffers, {name: Slice(name) for name in buffers}, dict.fromkeys(buffers, weight))
+
+
 @dataclass(frozen=True)
 class EstimateStatistics:
     """The server's estimate of a slice's running statistics, as an update of the slice."""
@@ -244,10 +255,9 @@ class EstimateStatistics:
         """Estimates them from the samples from which a search does."""
         del assignment
         module = scored_subnet(worker, self.subnet, weights)
-        buffers = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
         samples = len(calibration_samples(worker))
         return ClientResult(
-            update=Update(buffers, {name: Slice(name) for name in buffers}, dict.fromkeys(buffers, 1.0)),
+            update=statistics_update(module, 1.0),
             samples=samples,
             macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
             clock_factor=EVALUATION_FACTOR,

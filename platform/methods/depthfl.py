@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from torch.nn import functional as F
 
-from fedloom.platform.clients.networks import Account, Network, Subnet
+from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.evaluation import EvaluationConfig
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.algorithm import Round
     from fedloom.platform.federation.method import Stage
     from fedloom.platform.federation.world import World
-    from fedloom.platform.spaces.base import SearchSpace
-    from fedloom.platform.spaces.slices import SliceMap
 
 
 @dataclass
@@ -58,10 +56,9 @@ class DepthFLConfig:
 
 
 @dataclass(frozen=True)
-class WithExits:
+class WithExits(OfSubnet):
     """A network of leading blocks, all of whose exits are trained, and teach each other with weight `distillation`."""
 
-    subnet: Subnet
     distillation: float = 0.0
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
@@ -77,14 +74,6 @@ class WithExits:
             return loss_of_exits(objective, [each.to(outputs.dtype) for each in last], targets, self.distillation)
 
         return replace(network, forward=forward, loss=loss)
-
-    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """The subnet's."""
-        return self.subnet.account(worker, assignment, batches)
-
-    def held(self, space: SearchSpace) -> SliceMap:
-        """The subnet's slices."""
-        return self.subnet.held(space)
 
 
 def loss_of_exits(objective: Objective, exits: Sequence[Tensor], targets: Tensor, distillation: float) -> Tensor:

@@ -62,6 +62,17 @@ def clients_of_tier(world: World, tier: int) -> np.ndarray:
     return np.flatnonzero(world.tier_of_client == tier)
 
 
+def group_name(tier: str, model: str) -> str:
+    """The tensor group of a tier's model, and the name under which it is stored."""
+    return f"{tier}-{model}"
+
+
+def tier_job(world: World, tier: int, model: str, subnet: Subnet, group: str) -> EvaluationJob:
+    """The evaluation of a tier's model, on the clients of the tier, counted from 0."""
+    name = world.tiers[tier].name
+    return EvaluationJob(name, model, subnet, group, clients_of_tier(world, tier), group_name(name, model))
+
+
 def as_measured(planned: Sequence[Assignment]) -> list[Assignment]:
     """The assignments of a final evaluation, which read test data.
 

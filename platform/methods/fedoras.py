@@ -49,7 +49,7 @@ from fedloom.platform.federation.method import Method, SharedTraining, Stage
 from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, clients_of_tier
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, group_name, tier_job
 from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, PathSampler, path_sampler, sample_subspace
 from fedloom.platform.methods.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
@@ -340,11 +340,6 @@ class SliceStage(Stage):
         return RoundUpdate(state.with_group(group_name(tier, FROM_SUPERNET), result.sums.finish(cut).weights))
 
 
-def group_name(tier: str, model: str) -> str:
-    """The tensor group of a tier's model."""
-    return f"{tier}-{model}"
-
-
 def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[EvaluationJob]:
     """The evaluation of the models of every tier with a winner."""
     jobs: list[EvaluationJob] = []
@@ -355,9 +350,8 @@ def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[Eval
         for model in models:
             group = group_name(tier.name, model)
             stands_alone = group in state.groups  # a slice without statistics of its own has those of the supernet
-            subnet, clients = Subnet(architecture, stands_alone, AVERAGED), clients_of_tier(world, index)
-            group = group if stands_alone else SUPERNET
-            jobs.append(EvaluationJob(tier.name, model, subnet, group, clients, f"{tier.name}-{model}"))
+            subnet = Subnet(architecture, stands_alone, AVERAGED)
+            jobs.append(tier_job(world, index, model, subnet, group if stands_alone else SUPERNET))
     return jobs
 
 

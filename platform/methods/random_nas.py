@@ -21,9 +21,9 @@ from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import TrainingConfig, check_training
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, clients_of_tier
-from fedloom.platform.methods.fedoras import group_name, tier_stage
-from fedloom.platform.methods.tier_search import WINNERS, candidate_rows, check_validation_data, winner_of
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, group_name, tier_job
+from fedloom.platform.methods.fedoras import tier_stage
+from fedloom.platform.methods.tier_search import candidate_rows, check_validation_data, winner_of, with_winner
 from fedloom.platform.search.base import METRIC_TEXT, Interval, Metric, Scored, merit, pareto_front, winner
 from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.generations import RandomSearch
@@ -91,8 +91,7 @@ class ContestStage(Stage):
         losers = [self._group(i) for i in range(len(history)) if i != best and self._group(i) in state.groups]
         state = state.without_groups(*losers)
         if won is not None:
-            winners = {**state.data.get(WINNERS, {}), self.tier.name: architecture_id(won.architecture)}
-            state = state.with_data(WINNERS, winners)
+            state = with_winner(state, self.tier.name, won.architecture)
         if not self.last:
             return RoundUpdate(state)
         front = {scored.architecture for scored in pareto_front(ranked)}
@@ -132,8 +131,7 @@ def best_jobs(world: World, state: RunState) -> list[EvaluationJob]:
         architecture = winner_of(state, tier.name)
         groups = [group for group in state.groups if group.startswith(group_name(tier.name, "random_"))]
         if architecture is not None and groups:
-            subnet, clients = Subnet(architecture, stand_alone=True), clients_of_tier(world, index)
-            jobs.append(EvaluationJob(tier.name, "random_nas", subnet, groups[0], clients, f"{tier.name}-random_nas"))
+            jobs.append(tier_job(world, index, "random_nas", Subnet(architecture, stand_alone=True), groups[0]))
     return jobs
 
 

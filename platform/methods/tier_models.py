@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.evaluation import estimate_statistics
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
+from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet, statistics_of, statistics_update
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
@@ -27,12 +26,11 @@ from fedloom.platform.federation.algorithm import (
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.selection import Choice, Cohort, for_client
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
-from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, clients_of_tier
-from fedloom.platform.methods.fedoras import group_name
+from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, group_name, tier_job
 from fedloom.platform.methods.tier_search import check_statistics
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE
-from fedloom.platform.spaces.slices import Architecture, Slice, Weights, bytes_of, extract
+from fedloom.platform.spaces.slices import Architecture, Weights, bytes_of, extract
 from fedloom.tiers.devices import EVALUATION_FACTOR
 
 if TYPE_CHECKING:
@@ -145,20 +143,17 @@ class Statistics:
         module = loaded_subnet(worker, self.subnet, weights)
         x, _ = worker.client_data(client_of(assignment), "train")
         estimate_statistics(module, x)
-        buffers = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
-        update = Update(buffers, {name: Slice(name) for name in buffers}, dict.fromkeys(buffers, float(len(x))))
-        return replace(self.account(worker, assignment), update=update)
+        return replace(self.account(worker, assignment), update=statistics_update(module, float(len(x))))
 
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of `run`, counted without a pass."""
         samples = worker.data.size(client_of(assignment), "train")
         module = worker.subnet(self.subnet.architecture)
-        buffers = {name: t for name, t in module.named_buffers() if t.is_floating_point()}
         return ClientResult(
             samples=samples,
             macs=worker.spec.macs_table.cost(self.subnet.architecture) * samples,
             bytes_down=bytes_of(worker.tensors_of(module)),
-            bytes_up=bytes_of(buffers),
+            bytes_up=bytes_of(statistics_of(module)),
             clock_factor=EVALUATION_FACTOR,
         )
 
@@ -222,11 +217,5 @@ class TierModelsStage(Stage):
         """The evaluation of every tier's model, on the clients of the tier."""
         if SUPERNET not in state.groups:
             return []
-        return [
-            EvaluationJob(
-                *(tier.name, self.model, self.subnet(index), self.group(index)),
-                client_ids=clients_of_tier(self.world, index),
-                kept=f"{tier.name}-{self.model}",
-            )
-            for index, tier in enumerate(self.world.tiers)
-        ]
+        tiers = range(len(self.world.tiers))
+        return [tier_job(self.world, tier, self.model, self.subnet(tier), self.group(tier)) for tier in tiers]

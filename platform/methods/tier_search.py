@@ -59,6 +59,11 @@ def winner_of(state: RunState, tier: str) -> Architecture | None:
     return None if name is None else parse_architecture(name)
 
 
+def with_winner(state: RunState, tier: str, architecture: Architecture) -> RunState:
+    """The state in which the tier's search has chosen this architecture."""
+    return state.with_data(WINNERS, {**state.data.get(WINNERS, {}), tier: architecture_id(architecture)})
+
+
 def check_validation_data(world: World, *, federated: bool = False) -> None:
     """Raises ValueError if there is no validation data for a search, or none of clients for a federated one."""
     if not (world.data.sizes("validation").sum() if federated else world.data.num_central("validation")):
@@ -257,7 +262,7 @@ class TierSearchStage(Stage):
             known = state.data.get(self._accuracies, {})
             measured = [replace(s, metric=known.get(architecture_id(s.architecture), math.nan)) for s in history]
         if won is not None:
-            state = state.with_data(WINNERS, {**state.data.get(WINNERS, {}), goal.name: architecture_id(won)})
+            state = with_winner(state, goal.name, won)
         # The rows hold the history from here on; without removal every later checkpoint would contain it.
         state = state.without_data(self.name, self._pending, self._accuracies, self._central)
         return RoundUpdate(state, candidate_rows(self.world, goal.name, measured, front, won))

@@ -16,7 +16,7 @@ network, as no device multiplies only what is not zero by itself. Sparsity 0 is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.averaging.processors import By, Sparsify
 from fedloom.platform.clients.local_rules import refuse_parts
-from fedloom.platform.clients.networks import Account, Network, Subnet
+from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.method import Method
@@ -37,7 +37,7 @@ from fedloom.platform.methods.fedavg import FedAvgConfig, subnet_of, training
 from fedloom.platform.settings import BELOW_ONE, PART
 from fedloom.platform.spaces.base import SearchSpace, once
 from fedloom.platform.spaces.initialisation import on_meta
-from fedloom.platform.spaces.slices import SliceMap, Weights, architecture_id
+from fedloom.platform.spaces.slices import Weights, architecture_id
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Assignment, ClientResult
@@ -132,10 +132,9 @@ def sparsely(build: Callable[[], nn.Module], share: float) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Sparse:
-    """A stand-alone subnet that computes with a share of its weights and activations in training."""
+class Sparse(OfSubnet):
+    """A stand-alone subnet that computes with a share of its weights and activations, at the dense network's cost."""
 
-    subnet: Subnet
     share: float
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
@@ -146,14 +145,6 @@ class Sparse:
         skeleton = once(space, name, lambda _: sparsely(build, self.share)).train()
         compute, tensors = worker.kernels.functional(skeleton, worker.device), worker.tensors_of(network.module)
         return replace(network, forward=lambda x: compute(tensors, worker.kernels.laid_out(x)))
-
-    def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """The dense network's cost."""
-        return self.subnet.account(worker, assignment, batches)
-
-    def held(self, space: SearchSpace) -> SliceMap:
-        """The subnet's tensors."""
-        return self.subnet.held(space)
 
 
 def thinned(space: SearchSpace, subnet: Subnet, weights: Weights, share: float) -> dict[str, Tensor]:

@@ -44,9 +44,11 @@ class Slice:
 
     def of(self, tensor: Tensor) -> Tensor:
         """A view of the supernet tensor's region."""
-        if self.region is None:
-            return tensor
-        return tensor[tuple(slice(start, stop) for start, stop in self.region)]
+        return tensor if self.region is None else part_of(tensor, self.region)
+
+    def region_of(self, tensor: Tensor) -> Region:
+        """The region, which is all of a tensor where none is named."""
+        return whole_region(tensor) if self.region is None else self.region
 
 
 def whole_region(tensor: Tensor) -> Region:

@@ -301,8 +301,7 @@ def slices_are_the_subnets_tensors(tried: Tried) -> Iterator[str]:
 def _overlaps(weights: Weights, slices: SliceMap) -> Iterator[str]:
     by_source: dict[str, dict[str, Region]] = {}
     for name, piece in slices.items():
-        region = piece.region or tuple((0, size) for size in weights[piece.source].shape)
-        by_source.setdefault(piece.source, {})[name] = region
+        by_source.setdefault(piece.source, {})[name] = piece.region_of(weights[piece.source])
     for source, regions in by_source.items():
         for (a, first), (b, second) in combinations(regions.items(), 2):
             if all(one[0] < two[1] and two[0] < one[1] for one, two in zip(first, second, strict=True)):

@@ -144,7 +144,7 @@ def _at(update: Update, name: str, index: tuple[int, ...]) -> float | None:
     """The client's value of a scalar of the supernet; None if the client does not hold it."""
     if name not in update.tensors:
         return None
-    region = update.slices[name].region or tuple((0, n) for n in update.tensors[name].shape)
+    region = update.slices[name].region_of(update.tensors[name])
     inside = all(start <= i < stop for i, (start, stop) in zip(index, region, strict=True))
     within = tuple(i - start for i, (start, _) in zip(index, region, strict=True))
     return update.tensors[name][within].item() if inside else None
