@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -20,11 +19,6 @@ class CostTable:
     fixed: float
     options: tuple[tuple[float, ...], ...]
     reduce: str = "sum"
-
-    @cached_property
-    def cheapest(self) -> tuple[float, ...]:
-        """The cheapest option's cost per decision."""
-        return tuple(min(row) for row in self.options)
 
     def join(self, a: float, b: float) -> float:
         """Joint cost of two parts: their sum, or their maximum for a peak."""

@@ -98,16 +98,11 @@ def check_cache(config: DataConfig) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
-        _try_folder_in(existing)
+        with TemporaryDirectory(dir=existing):  # where none can be made although access allows it, as in /proc
+            pass
     except OSError as error:
         error.filename = str(root)
         raise ValueError(
             f"the cache of prepared data cannot be written ({in_words(error)}): choose another folder by data.cache "
             "or FEDLOOM_CACHE"
         ) from error
-
-
-def _try_folder_in(existing: Path) -> None:
-    """Raises OSError where no folder can be made although access allows it, as in /proc."""
-    with TemporaryDirectory(dir=existing):
-        pass

@@ -22,6 +22,7 @@ from PIL import Image
 
 from fedloom.platform.data.artefact import AnyArray, ByteArray, Fields, IntArray, hash_of_file
 from fedloom.platform.data.config import DataConfig, data_root
+from fedloom.platform.data.dataset import PARTS
 from fedloom.platform.data.source import HELD_OUT_SHARE, LabelSet, Source, held_out
 from fedloom.platform.plugins import PluginError, in_one_line
 from fedloom.platform.settings import NOT_EMPTY
@@ -51,7 +52,6 @@ def decode_image(
 
 # -- class folders: PART/CLASS/*.png, or CLASS/*.png without a test part ----------------------------------------------
 
-PARTS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 Listing = tuple[tuple[str, int], ...]

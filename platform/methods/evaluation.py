@@ -158,21 +158,27 @@ def kept_model(world: World, name: str, architecture: Architecture, *, tensors: 
     )
 
 
-class ClientEvaluation(Stage):
-    """One round in which every client runs the same task on its own test data."""
+class OneRound(Stage):
+    """A stage of one round, in which models are scored."""
 
-    name = "evaluation"
-
-    def __init__(self, world: World, task: Callable[[RunState], Task]) -> None:
-        self.world, self.task = world, task
+    world: World
 
     def rounds_left(self, state: RunState) -> int:
         """One round in total."""
         return 1 - state.round
 
     def macs_left(self, state: RunState) -> float:
-        """Those of scoring every client's model on its own test data."""
+        """Those of scoring one model on all data."""
         return self.world.evaluation_macs(1 - state.round)
+
+
+class ClientEvaluation(OneRound):
+    """One round in which every client runs the same task on its own test data."""
+
+    name = "evaluation"
+
+    def __init__(self, world: World, task: Callable[[RunState], Task]) -> None:
+        self.world, self.task = world, task
 
     def plan(self, state: RunState) -> Plan:
         """The task for all clients, in plan order."""

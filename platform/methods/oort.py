@@ -46,20 +46,26 @@ WINDOW = 5
 """Unexplored clients that are drawn uniformly (or are best) for each one that is then drawn by speed."""
 
 
+Exploration = Annotated[float, PART, "Oort: eps, the share of clients that are explored in the first round"]
+LeastExploration = Annotated[float, PART, "Oort: the least eps"]
+Penalty = Annotated[float, ZERO_OR_MORE, "Oort: alpha, the exponent for clients slower than T"]
+Preferred = Annotated[float, PART, "Oort: T at first, as a quantile of the durations; 1: no T"]
+
+
 @declares(SelectionTraits(needs_loss_norm=True))
 def oort(
     choice: Choice,
     *,
     variant: Annotated[Literal["paper", "released"], "Oort: as in the paper, or as its released code does"] = "paper",
-    exploration: Annotated[float, PART, "Oort: eps, the share of clients that are explored in the first round"] = 0.9,
+    exploration: Exploration = 0.9,
     exploration_decay: Annotated[float, PART, "Oort: the factor of eps per round"] = 0.98,
-    least_exploration: Annotated[float, PART, "Oort: the least eps"] = 0.2,
-    penalty: Annotated[float, ZERO_OR_MORE, "Oort: alpha, the exponent for clients slower than T"] = 2.0,
+    least_exploration: LeastExploration = 0.2,
+    penalty: Penalty = 2.0,
     cutoff: Annotated[
         float, PART, "Oort: c, the share of the last rank's utility from which on clients are drawn"
     ] = 0.95,
     clip: Annotated[float, PART, "Oort: the quantile at which utilities are clipped"] = 0.95,
-    preferred: Annotated[float, PART, "Oort: T at first, as a quantile of the durations; 1: no T"] = 0.3,
+    preferred: Preferred = 0.3,
     pacer: Annotated[float, PART, "Oort: what the pacer adds to that quantile"] = 0.05,
     window: Annotated[int, ONE_OR_MORE, "Oort: W, the pacer's window in rounds"] = 20,
     blacklist: Annotated[

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Annotated
 
 from fedloom.platform.federation.selection import Choice, Cohort, SelectionTraits
-from fedloom.platform.methods.oort import oort, statistical_utility
+from fedloom.platform.methods.oort import Exploration, LeastExploration, Penalty, Preferred, oort, statistical_utility
 from fedloom.platform.plugins import declares
-from fedloom.platform.settings import BELOW_ONE, PART, ZERO_OR_MORE
+from fedloom.platform.settings import BELOW_ONE, ZERO_OR_MORE
 from fedloom.tiers.devices import TRAINING_FACTOR
 
 
@@ -31,10 +31,10 @@ def pyramidfl(
     ] = 0.0,
     dropped_high: Annotated[float, BELOW_ONE, "PyramidFL: the share that a rank after the last would"] = 0.6,
     most_extra: Annotated[int, ZERO_OR_MORE, "PyramidFL: the largest number of additional epochs"] = 10,
-    exploration: Annotated[float, PART, "Oort: eps, the share of clients that are explored in the first round"] = 0.9,
-    least_exploration: Annotated[float, PART, "Oort: the least eps"] = 0.2,
-    penalty: Annotated[float, ZERO_OR_MORE, "Oort: alpha, the exponent for clients slower than T"] = 2.0,
-    preferred: Annotated[float, PART, "Oort: T at first, as a quantile of the durations; 1: no T"] = 0.3,
+    exploration: Exploration = 0.9,
+    least_exploration: LeastExploration = 0.2,
+    penalty: Penalty = 2.0,
+    preferred: Preferred = 0.3,
 ) -> Cohort:
     """Oort's cohort with epochs and shares per client."""
     cohort = oort(

@@ -21,7 +21,14 @@ from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import TrainingConfig, check_training
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, group_name, tier_job
+from fedloom.platform.methods.evaluation import (
+    EvaluationConfig,
+    EvaluationJob,
+    EvaluationStage,
+    OneRound,
+    group_name,
+    tier_job,
+)
 from fedloom.platform.methods.fedoras import tier_stage
 from fedloom.platform.methods.tier_search import candidate_rows, check_validation_data, winner_of, with_winner
 from fedloom.platform.search.base import METRIC_TEXT, Interval, Metric, Scored, merit, pareto_front, winner
@@ -45,7 +52,7 @@ class RandomNasConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
-class ContestStage(Stage):
+class ContestStage(OneRound):
     """Scores a tier's newest model on validation data, and keeps it or the best one before it."""
 
     def __init__(
@@ -55,14 +62,6 @@ class ContestStage(Stage):
         self.world, self.tier, self.metric, self.last = world, world.tiers[tier], metric, last
         self.number, self.architecture = number, architecture
         self.name = f"choice_{number}/{self.tier.name}"
-
-    def rounds_left(self, state: RunState) -> int:
-        """One round in total."""
-        return 1 - state.round
-
-    def macs_left(self, state: RunState) -> float:
-        """Those of scoring one model."""
-        return self.world.evaluation_macs(1 - state.round)
 
     def plan(self, state: RunState) -> Plan:
         """The server scores the model."""

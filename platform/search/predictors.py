@@ -68,14 +68,13 @@ Fit = Callable[[Floats, Floats, torch.Generator], Predict]
 class Fitted:
     """A predictor and its quality on held-out samples.
 
-    `tau` is Kendall's tau-b (NaN if one side is constant), `mae` the mean absolute error in the values' unit,
-    `relative_error` that error relative to the mean absolute value; `held_out` and `train` count samples.
+    `tau` is Kendall's tau-b (NaN if one side is constant), `mae` the mean absolute error in the values' unit;
+    `held_out` and `train` count samples.
     """
 
     predictor: Predict
     tau: float
     mae: float
-    relative_error: float
     held_out: int
     train: int
 
@@ -114,8 +113,7 @@ def fit_predictor(
     predicted, measured = predictor(features[held_out]), values[held_out]
     tau, _ = kendall_tau(predicted, measured)
     mae = float(np.abs(predicted - measured).mean())
-    size = float(np.abs(measured).mean())
-    return Fitted(predictor, tau, mae, mae / size if size else math.nan, len(held_out), len(train))
+    return Fitted(predictor, tau, mae, len(held_out), len(train))
 
 
 def refusal(fitted: Fitted, min_tau: float, what: str) -> str:
@@ -234,8 +232,6 @@ def _one_thread() -> Iterator[None]:
 
 # -- search with a cheap score, such as a predictor's, without measurements -------------------------------------------
 
-EVERYTHING = Interval(-math.inf, math.inf)
-
 Score = Callable[[Ints], Floats]
 """Returns predicted metrics (n,), larger is better, of architectures (n, decisions)."""
 
@@ -292,26 +288,21 @@ def predicted_front(
     *,
     seed: int,
     name: str,
-    interval: Interval = EVERYTHING,
     population: int = 100,
     generations: int = 50,
     mutation: float = 0.1,
 ) -> list[Scored]:
-    """The Pareto front of predicted metric and cost in a cost range, by default the whole; sorted by cost (NSGA-II).
+    """The Pareto front of predicted metric and cost, sorted by cost (NSGA-II).
 
     The seed of the search comes from the random stream (seed, "predicted_front", name).
-    Raises ValueError if the range holds no architecture or a setting is out of range.
+    Raises ValueError if a setting is out of range.
     """
+    everything = Interval(-math.inf, math.inf)
     at_least("generations", generations, 1)
     config = SearchConfig(population=population, offspring=population, mutation=mutation, objectives="metric_and_cost")
     options, root = tuple(len(row) for row in table.options), int(stream(seed, "predicted_front", name).integers(2**62))
-    search = NSGA2Search(SearchProblem(options, genome, table, interval, root, population * generations, config))
+    search = NSGA2Search(SearchProblem(options, genome, table, everything, root, population * generations, config))
     while candidates := search.ask():
         metrics = score(as_array(candidates)).tolist()
         search.tell(candidates, metrics, [math.nan] * len(candidates))
-    if not search.history:
-        raise ValueError(
-            f"{name}: no architecture costs {table.measure} in ({interval.lower:g}, {interval.upper:g}]; "
-            f"the space reaches from {table.smallest:g} to {table.largest:g}: widen the range"
-        )
     return pareto_front(search.history)

@@ -53,11 +53,6 @@ class IntervalSampler:
         """Whether the architecture's cost lies in the interval."""
         return self.interval.contains(self.table.cost(architecture))
 
-    def draw_any(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Uniform architectures (count, decisions) of supported options, at any cost."""
-        columns = [choices[rng.integers(len(choices), size=count)] for choices in self.supported]
-        return np.stack(columns, axis=1).astype(np.int64)
-
     def sample(self, rng: np.random.Generator) -> Architecture | None:
         """A random architecture inside the interval; None if there is none.
 
@@ -67,7 +62,8 @@ class IntervalSampler:
         """
         if self._empty:
             return None
-        draws = self.draw_any(REJECTION_DRAWS, rng)
+        columns = [choices[rng.integers(len(choices), size=REJECTION_DRAWS)] for choices in self.supported]
+        draws = np.stack(columns, axis=1).astype(np.int64)
         costs = self.table.costs(draws)
         for row in draws[(costs > self.interval.lower - self._slack) & (costs <= self.interval.upper + self._slack)]:
             architecture = as_architecture(row)

@@ -231,7 +231,7 @@ def fitness_predictors(space: SearchSpace) -> Predictors:
     """The fitness in place of a predictor of the metric; it has no error to speak of. ValueError for another space."""
     from fedloom.platform.search.fitness import fitness_of  # what other searches need not load
 
-    return Predictors(Fitted(fitness_of(space), math.nan, math.nan, math.nan, 0, 0), None)
+    return Predictors(Fitted(fitness_of(space), math.nan, math.nan, 0, 0), None)
 
 
 def _scores_of(genome: Genome, predict: Callable[[Floats], Floats]) -> Callable[[Ints], Floats]:

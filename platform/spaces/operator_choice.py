@@ -25,11 +25,10 @@ from fedloom.tiers.measure import shapes_only
 
 @dataclass(frozen=True)
 class SpaceSizes:
-    """Trainable parameters of the whole supernet, of its fixed part, and of its smallest and largest paths."""
+    """Trainable parameters of the whole supernet, of its fixed part, and of its largest path."""
 
     supernet: int
     fixed: int
-    smallest_path: int
     largest_path: int
 
 
@@ -170,10 +169,10 @@ class NamedOperatorSpace(SearchSpace, ABC):
 
     @property
     def num_parameters(self) -> SpaceSizes:
-        """Trainable parameters of the supernet, its fixed part, its smallest and its largest architecture."""
+        """Trainable parameters of the supernet, its fixed part, and its largest architecture."""
         table = self.cost_table("parameters")
         supernet = size_of(table, self.largest_subspace)
-        return SpaceSizes(int(supernet), int(table.fixed), int(table.smallest), int(table.largest))
+        return SpaceSizes(int(supernet), int(table.fixed), int(table.largest))
 
 
 def _path(architecture: Architecture) -> Subspace:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,7 @@ class ResnetDesign:
     norm: str = "none"
     initialisation: str | None = None
     bias: bool = False
+    input_dtype: ClassVar[torch.dtype] = torch.float32
 
     def __post_init__(self) -> None:
         norm_of(self.norm)
@@ -81,10 +83,6 @@ class ResnetDesign:
             raise ValueError("space.stage_widths, stage_strides, stem_channels must be positive, depths 0 or more")
         if list(self.expansions) != sorted(set(self.expansions)) or not self.expansions or self.expansions[0] <= 0:
             raise ValueError(f"space.expansions={list(self.expansions)}: give positive values in ascending order")
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        return torch.float32
 
     @property
     def genome(self) -> ElasticGenome:

@@ -167,14 +167,16 @@ class _Gated(nn.Module):
     """Weights and biases of several gates side by side, for the inputs and for the state before, as torch's."""
 
     gates: ClassVar[int]
+    biased: ClassVar[bool] = True
+    recurrent: ClassVar[bool] = True
 
-    def __init__(self, inputs: int, units: int, *, biased: bool = True, recurrent: bool = True) -> None:
+    def __init__(self, inputs: int, units: int) -> None:
         super().__init__()
         rows, self.units = self.gates * units, units
         self.weight_input = nn.Parameter(torch.empty(rows, inputs))
-        self.weight_hidden = nn.Parameter(torch.empty(rows, units)) if recurrent else None
-        self.bias_input = nn.Parameter(torch.empty(rows)) if biased else None
-        self.bias_hidden = nn.Parameter(torch.empty(rows)) if biased and recurrent else None
+        self.weight_hidden = nn.Parameter(torch.empty(rows, units)) if self.recurrent else None
+        self.bias_input = nn.Parameter(torch.empty(rows)) if self.biased else None
+        self.bias_hidden = nn.Parameter(torch.empty(rows)) if self.biased and self.recurrent else None
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Uniform in +-1/sqrt(units), as torch's recurrent layers."""
@@ -217,9 +219,7 @@ class LiGru(_Gated):
     """A light GRU with tanh and without biases, gates in the order z, c (Ravanelli et al. 2018)."""
 
     gates = 2
-
-    def __init__(self, inputs: int, units: int) -> None:
-        super().__init__(inputs, units, biased=False)
+    biased = False
 
     def forward(self, x: Tensor) -> Tensor:
         steps = LiGruSteps.apply if _on_processor(x) else ligru_steps
@@ -230,9 +230,7 @@ class QuasiRnn(_Gated):
     """A quasi-recurrent layer of window 1 with output gates, in the order z, f, o (Bradbury et al. 2017, Eq. 4)."""
 
     gates = 3
-
-    def __init__(self, inputs: int, units: int) -> None:
-        super().__init__(inputs, units, recurrent=False)
+    recurrent = False
 
     def forward(self, x: Tensor) -> Tensor:
         new, forget, out = self._inputs(x).chunk(3, dim=2)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,9 @@ class TcnDesign:
     dropout: float = 0.1
     embedding_dropout: float | None = None
     tied: bool = False
+    input_dtype: ClassVar[torch.dtype] = torch.int64
+    keeps_statistics: ClassVar[bool] = False
+    """Weight normalisation has no running statistics."""
 
     def __post_init__(self) -> None:
         if len(self.blocks) != 2 or not 1 <= self.blocks[0] <= self.blocks[1]:
@@ -53,18 +57,9 @@ class TcnDesign:
             )
 
     @property
-    def input_dtype(self) -> torch.dtype:
-        return torch.int64
-
-    @property
     def genome(self) -> ElasticGenome:
         """One stage: the number of temporal blocks and the width of each."""
         return ElasticGenome((ElasticStage(self.blocks[0], self.blocks[1], len(self.expansions)),))
-
-    @property
-    def keeps_statistics(self) -> bool:
-        """False: weight normalisation has no running statistics."""
-        return False
 
     def mid_channels(self, width: int) -> int:
         """Output channels of a block's first convolution."""

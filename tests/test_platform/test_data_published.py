@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedloom.experiments.runs.describe import prepare
-from fedloom.platform.data import sources
+from fedloom.platform.data import registry
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.image_files import LAYOUTS, FolderSource, PickleSource
@@ -116,7 +116,7 @@ def test_ptb_is_read_as_parquet(tmp_path: Path) -> None:
 def test_what_is_missing_is_told_with_the_file_that_belongs_there(tmp_path: Path, dataset: str) -> None:
     with pytest.raises(ValueError, match="not found under") as caught:
         find_source(config(tmp_path, dataset))
-    assert sources.PUBLISHED[dataset].where in str(caught.value)
+    assert registry.PUBLISHED[dataset].where in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -130,8 +130,8 @@ def test_prepare_says_what_differs_from_what_was_published(tmp_path: Path, monke
         "its train part has 20 samples, published are 50000: a file may be incomplete",
         "its test part has 20 samples, published are 10000: a file may be incomplete",
     ]
-    small = replace(sources.PUBLISHED["cifar100"], samples=(20, 20), classes=10, coarse={"coarse": 5})
-    monkeypatch.setitem(sources.PUBLISHED, "cifar100", small)  # type: ignore[arg-type]
+    small = replace(registry.PUBLISHED["cifar100"], samples=(20, 20), classes=10, coarse={"coarse": 5})
+    monkeypatch.setitem(registry.PUBLISHED, "cifar100", small)  # type: ignore[arg-type]
     assert prepare(given)["as_published"] == "yes"
     assert "as_published" not in prepare(["dataset=digits", f"data.cache={tmp_path / 'cache'}"])
     assert prepare([*given, "data.train_samples=10"])["as_published"] == "yes", "a sub-sample is asked for"
@@ -141,15 +141,15 @@ def test_prepare_says_what_differs_from_what_was_published(tmp_path: Path, monke
 
 def test_classes_of_unequal_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cifar(tmp_path)
-    small = replace(sources.PUBLISHED["cifar10"], samples=(100, 20))
-    monkeypatch.setitem(sources.PUBLISHED, "cifar10", small)  # type: ignore[arg-type]
+    small = replace(registry.PUBLISHED["cifar10"], samples=(100, 20))
+    monkeypatch.setitem(registry.PUBLISHED, "cifar10", small)  # type: ignore[arg-type]
     data = config(tmp_path, "cifar10")
     dataset = Dataset.open(prepare_dataset(data))
-    assert sources.differences(data, dataset) == []
+    assert registry.differences(data, dataset) == []
     labels = dataset.labels("train").copy()
     labels[labels == 3] = 4
     monkeypatch.setattr(Dataset, "labels", lambda _self, part: labels if part == "train" else np.arange(20) % 10)
-    assert sources.differences(data, dataset) == [
+    assert registry.differences(data, dataset) == [
         "its train part has 20 samples of class 4 and 0 of 3; published are as many of each"
     ]
 
