@@ -19,7 +19,7 @@ import torch
 
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.secure import SecureRound, needed_of
-from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, sample_subspace
+from fedloom.platform.methods.fedoras_sampling import communication_limit, sample_subspace
 from fedloom.platform.spaces.capabilities import with_subspaces
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import SliceMap, bytes_of, extract
@@ -52,7 +52,7 @@ def main() -> None:
     torch.set_num_threads(1)
     space = with_subspaces(build_space(SpaceConfig("cnn_digits")), "fedoras")
     old = space.initial_weights(torch.Generator().manual_seed(0))
-    sizes, limit = CommunicationBudget("fraction", 0.5).resolve(space)
+    sizes, limit = communication_limit(space, "fraction", 0.5)
     slices: list[SliceMap] = [
         space.subspace_slices(sample_subspace(sizes, limit, np.random.default_rng(c))) for c in range(CLIENTS)
     ]

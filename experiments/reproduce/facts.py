@@ -31,7 +31,7 @@ from fedloom.platform.federation.training_config import TrainingConfig, cohort_s
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.fedoras import FedorASConfig
-from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, path_sampler, sample_subspace
+from fedloom.platform.methods.fedoras_sampling import communication_limit, path_sampler, sample_subspace
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.methods.tier_models import WidthConfig
 from fedloom.platform.methods.tier_search import TierSearchConfig
@@ -272,8 +272,7 @@ def fedoras_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
     space = _space(json.dumps(asdict(config.space)))
     costs = measure_costs(config.tiers, space)
     tiers, sizes = split_into_tiers(config, space, costs.budget), space.cost_table("parameters")
-    budget = CommunicationBudget(method.train.communication.unit, method.train.communication.value)
-    table, limit = budget.resolve(space)
+    table, limit = communication_limit(space, method.train.communication.unit, method.train.communication.value)
     by_tier = []  # parameters that a client receives in a round, and MACs of the paths that it trains, per sample
     for tier in tiers:
         rng, clients = stream(0, "accounting", tier.name), []

@@ -216,7 +216,11 @@ def _epsilon(spent: Spent, delta: float, accountant: str) -> float:
     if any(noise == 0 for (_, _, noise), _, _ in spent):
         return math.inf
     fixed = any(sampling == "uniform" for (sampling, _, _), _, _ in spent)
-    return _by_losses(spent, delta, fixed) if accountant == "pld" else _by_divergences(spent, delta, fixed)
+    if accountant != "pld":
+        return _by_divergences(spent, delta, fixed)
+    if fixed:
+        raise ValueError("privacy.accountant=pld knows stages of selection=poisson and all, not uniform: use rdp")
+    return float(_losses(spent).get_epsilon_for_delta(delta))
 
 
 def _by_divergences(spent: Spent, delta: float, fixed: bool) -> float:
@@ -241,12 +245,6 @@ def _divergences(mechanism_: Mechanism, population: int, fixed: bool) -> np.ndar
         event = gauss if sampling == "all" else library.PoissonSampledDpEvent(share, gauss)
     divergences: np.ndarray = library.rdp.RdpAccountant(neighboring_relation=relation).compose(event).rdp
     return divergences
-
-
-def _by_losses(spent: Spent, delta: float, fixed: bool) -> float:
-    if fixed:
-        raise ValueError("privacy.accountant=pld knows stages of selection=poisson and all, not uniform: use rdp")
-    return float(_losses(spent).get_epsilon_for_delta(delta))
 
 
 @lru_cache(maxsize=8)

@@ -31,7 +31,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import MASKED, TensorSum, Update, WeightedSums
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic
 from fedloom.platform.seeding import stream
-from fedloom.platform.spaces.slices import Region, Slice, SliceMap, Weights, part_in, part_of
+from fedloom.platform.spaces.slices import Region, Slice, Weights, part_in, part_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +92,16 @@ class SecureAggregation(Processor):
 
     def begun(self, context: ServerContext) -> SecureRound:
         """The round's masks, of the regions that its clients hold."""
-        held = {client: _regions(slices, context.old) for client, slices in context.held().items()}
+        held = {
+            client: {piece.source: piece.region_of(context.old[piece.source]) for piece in slices.values()}
+            for client, slices in context.held().items()
+        }
         needed, names = needed_of(len(held), self.survivors), (context.stage, context.round)
         return SecureRound(context.seed, names, _shared(held), needed, self.fraction_bits, context.min_contributors)
 
 
-def _regions(slices: SliceMap, old: Weights) -> Held:
-    """The region of every shared tensor that a client with these slices holds."""
-    return {piece.source: piece.region_of(old[piece.source]) for piece in slices.values()}
-
-
 def _shared(held: Mapping[int, Held]) -> dict[int, Held]:
-    """The same, with one object for all clients that hold the same, which is sent to workers once."""
+    """What clients hold, with one object for all clients that hold the same, which is sent to workers once."""
     different = list[Held]()
     for regions in held.values():
         if regions not in different:
@@ -129,10 +127,6 @@ class SecureRound(Processor):
     needed: int
     fraction_bits: int = 16
     least: int = 2
-
-    def own_seed(self, client: int) -> int:
-        """b_i."""
-        return self._secret("own", client)
 
     def pair_seed(self, client: int, other: int) -> int:
         """s_ij, the same for both."""
@@ -162,7 +156,7 @@ class SecureRound(Processor):
                 continue
             region = piece.region_of(tensor)
             fixed = self._fixed((tensor.detach().cpu() - received[name].cpu()).double() * weight, name)
-            fixed += _noise(fixed.shape, _generator(self._at(self.own_seed(client), piece.source)))
+            fixed += _noise(fixed.shape, _generator(self._at(self._secret("own", client), piece.source)))
             holders = torch.ones(fixed.shape, dtype=MASKED)
             for other, sign, common in self._pairs(client, piece.source, region):
                 mask = _noise(_shape(common), _generator(self._at(self.pair_seed(client, other), piece.source)))

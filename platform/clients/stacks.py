@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -291,7 +291,7 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
     room = inputs.new_empty((len(members) * most, *inputs.shape[1:]), dtype=torch.float32)
     seen = [Seen(inputs.device, local.loss_norm) for _ in members]
     at_work, live, momentum = 0, cast("_Live", None), dict[str, Tensor]()
-    while parts := _next(batches):
+    while parts := [indices for of_client in batches if (indices := next(of_client, None)) is not None]:
         if len(parts) != at_work:
             at_work = len(parts)
             live = _Live(stack, at_work, local, momentum)
@@ -302,11 +302,6 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
             seen[k].record(*measured, len(parts[k]))
         momentum = live.momentum
     return [part.summed_up(len(part.losses), m.samples * local.epochs) for part, m in zip(seen, members, strict=True)]
-
-
-def _next(batches: Sequence[Iterator[Tensor]]) -> list[Tensor]:
-    """The next batch's indices of every client that has one."""
-    return [indices for indices in (next(of, None) for of in batches) if indices is not None]
 
 
 def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> Samples:

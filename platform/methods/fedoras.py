@@ -50,7 +50,7 @@ from fedloom.platform.federation.selection import for_server
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, group_name, tier_job
-from fedloom.platform.methods.fedoras_sampling import CommunicationBudget, PathSampler, path_sampler, sample_subspace
+from fedloom.platform.methods.fedoras_sampling import PathSampler, communication_limit, path_sampler, sample_subspace
 from fedloom.platform.methods.tier_search import TierSearchConfig, TierSearchStage, tier_goals, winner_of
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, ComponentName
@@ -209,8 +209,7 @@ class PathsNetwork(DrawingNetwork):
 def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
     """Stage 1: each selected client gets a random subspace and its tier's budget."""
     with_subspaces(world.space, "fedoras")
-    budget = CommunicationBudget(config.communication.unit, config.communication.value)
-    sizes, limit = budget.resolve(world.space)
+    sizes, limit = communication_limit(world.space, config.communication.unit, config.communication.value)
     sizes_by_tier = [world.tasks.table(sizes, tier) for tier in range(len(world.tiers))]
     # A tier whose clients could not train any path is refused before anything is written.
     for tier, sizes, costs in zip(world.tiers, sizes_by_tier, world.costs_by_tier, strict=True):

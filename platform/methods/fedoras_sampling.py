@@ -6,7 +6,6 @@ Source: Dudziak et al., TMLR 2022, Sec. 3.1 and Eq. 1.
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,35 +14,20 @@ from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.tiers.costs import CostTable, size_of
 
-UNITS = ("fraction", "parameters", "bytes")
 
+def communication_limit(space: SearchSpace, unit: str, value: float) -> tuple[CostTable, float]:
+    """The sizes of what may be sent to one client, and their limit in the table's unit.
 
-@dataclass(frozen=True)
-class CommunicationBudget:
-    """The limit on what is sent to one client: a fraction of the supernet's parameters, or parameters, or bytes.
+    `unit` is fraction (of the supernet's parameters), parameters, or bytes.
 
     Raises:
-        ValueError: an unknown unit, a value that is not positive, or a fraction above one.
+        ValueError: a value that is not positive, or a fraction above one.
     """
-
-    unit: str = "fraction"
-    value: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.unit not in UNITS:
-            raise ValueError(f"unknown unit {self.unit!r} of a communication budget: known are {', '.join(UNITS)}")
-        if not self.value > 0 or (self.unit == "fraction" and self.value > 1):
-            allowed = "above 0 and at most 1" if self.unit == "fraction" else "above 0"
-            raise ValueError(f"a communication budget in {self.unit} must be {allowed}, given {self.value}")
-
-    def resolve(self, space: SearchSpace) -> tuple[CostTable, float]:
-        """The table of sizes and the limit in the table's unit."""
-        if self.unit == "bytes":
-            return space.cost_table("bytes"), self.value
-        table = space.cost_table("parameters")
-        if self.unit == "parameters":
-            return table, self.value
-        return table, self.value * (table.fixed + sum(map(sum, table.options)))
+    if not value > 0 or (unit == "fraction" and value > 1):
+        allowed = "above 0 and at most 1" if unit == "fraction" else "above 0"
+        raise ValueError(f"a communication budget in {unit} must be {allowed}, given {value}")
+    table = space.cost_table("bytes" if unit == "bytes" else "parameters")
+    return table, value * (table.fixed + sum(map(sum, table.options))) if unit == "fraction" else value
 
 
 def sample_subspace(

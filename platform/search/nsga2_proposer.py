@@ -96,7 +96,11 @@ class IntervalRepair(Repair):  # type: ignore[misc]
         """The architecture itself if it is inside the interval, otherwise a repaired one."""
         if self.sampler.contains(architecture):
             return architecture
-        row: Ints | None = self._supported(architecture, rng)
+        supported = np.array(architecture, dtype=np.int64)
+        for gene, choices in enumerate(self.sampler.supported):
+            if supported[gene] not in choices:
+                supported[gene] = rng.choice(choices)
+        row: Ints | None = supported
         while row is not None:
             candidate = as_architecture(row)
             if self.sampler.contains(candidate):
@@ -105,13 +109,6 @@ class IntervalRepair(Repair):  # type: ignore[misc]
         drawn = self.sampler.sample(rng)
         assert drawn is not None, "children exist only where the interval holds architectures"
         return drawn
-
-    def _supported(self, architecture: Architecture, rng: np.random.Generator) -> Ints:
-        row = np.array(architecture, dtype=np.int64)
-        for gene, choices in enumerate(self.sampler.supported):
-            if row[gene] not in choices:
-                row[gene] = rng.choice(choices)
-        return row
 
     def _closer(self, row: Ints, rng: np.random.Generator) -> Ints | None:
         """A random single-gene change towards the interval; None if no change gets closer."""

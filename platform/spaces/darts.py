@@ -173,10 +173,6 @@ def _pool(pool: Callable[[int], nn.Module]) -> "Build":
     return lambda c, stride, affine: nn.Sequential(pool(stride), nn.BatchNorm2d(c, affine=affine))
 
 
-def _skip(channels: int, stride: int, affine: bool) -> nn.Module:
-    return nn.Identity() if stride == 1 else FactorisedReduction(channels, channels, affine)
-
-
 Build = Callable[[int, int, bool], nn.Module]
 """An operator's module, from channels, stride and affine."""
 
@@ -186,7 +182,7 @@ OPERATORS: Mapping[str, Build] = MappingProxyType(
         "noise": lambda _c, stride, _affine: Noise(stride),
         "max_pool_3x3": _pool(lambda stride: nn.MaxPool2d(3, stride, padding=1)),
         "avg_pool_3x3": _pool(lambda stride: nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)),
-        "skip_connect": _skip,
+        "skip_connect": lambda c, stride, affine: nn.Identity() if stride == 1 else FactorisedReduction(c, c, affine),
         "sep_conv_3x3": _separable(3),
         "sep_conv_5x5": _separable(5),
         "dil_conv_3x3": _dilated(3),

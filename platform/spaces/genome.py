@@ -133,17 +133,15 @@ class ElasticGenome:
             start += 1 + stage.most
         return np.stack(columns, axis=1)
 
-    def _awake(self, architectures: Ints, rng: np.random.Generator) -> Ints:
-        """The genes, with random widths for absent blocks, which deeper children use."""
-        genes = self.genes(architectures)
-        return np.where(genes == ABSENT, rng.integers(0, self._choices, size=genes.shape), genes)
-
     def draw(self, count: int, rng: np.random.Generator) -> Ints:
         """Depths and widths are uniform and independent, as in the authors' code."""
         return self.architectures(rng.integers(0, self._choices, size=(count, len(self._choices))))
 
     def mutate(self, architectures: Ints, probability: float, rng: np.random.Generator) -> Ints:
-        return self.architectures(_moved(self._awake(architectures, rng), self._choices, probability, rng))
+        """Absent blocks get random widths, which deeper children use."""
+        genes = self.genes(architectures)
+        awake = np.where(genes == ABSENT, rng.integers(0, self._choices, size=genes.shape), genes)
+        return self.architectures(_moved(awake, self._choices, probability, rng))
 
     def cross(self, mothers: Ints, fathers: Ints, rng: np.random.Generator) -> Ints:
         """A width that only one parent has is taken from it."""

@@ -140,11 +140,11 @@ class NamedOperatorSpace(SearchSpace, ABC):
         return MappingProxyType({n: self._owner(*map(int, m.groups())) if m else None for n, m in matches.items()})
 
     @cached_property
-    def _tensors_of(self) -> Mapping[tuple[int, int] | None, tuple[str, ...]]:
-        names: dict[tuple[int, int] | None, list[str]] = {None: []}
+    def _slices_by_owner(self) -> Mapping[tuple[int, int] | None, SliceMap]:
+        slices: dict[tuple[int, int] | None, dict[str, Slice]] = {}
         for name, owner in self.owner_of.items():
-            names.setdefault(owner, []).append(name)
-        return {owner: tuple(group) for owner, group in names.items()}
+            slices.setdefault(owner, {})[name] = Slice(name)
+        return slices
 
     def slices(self, architecture: Architecture) -> SliceMap:
         """The slice of each subnet tensor: the whole supernet tensor of the same name."""
@@ -157,13 +157,8 @@ class NamedOperatorSpace(SearchSpace, ABC):
         return self._slices_of(subspace)
 
     def _slices_of(self, subspace: Subspace) -> SliceMap:
-        owners = [(decision, option) for decision, row in enumerate(subspace) for option in row]
-        groups = [self._tensors_of.get(owner, ()) for owner in (None, *owners)]
-        return {name: self._slice_of[name] for group in groups for name in group}
-
-    @cached_property
-    def _slice_of(self) -> Mapping[str, Slice]:
-        return {name: Slice(name) for name in self.owner_of}
+        owners = (None, *((decision, option) for decision, row in enumerate(subspace) for option in row))
+        return {name: piece for owner in owners for name, piece in self._slices_by_owner.get(owner, {}).items()}
 
     # -- costs ------------------------------------------------------------------------------------------------------
 

@@ -207,11 +207,6 @@ class BlockPlan:
     out_channels: int
     stride: int
 
-    @property
-    def projects(self) -> bool:
-        """Whether the shortcut changes the shape."""
-        return self.stride != 1 or self.in_channels != self.out_channels
-
 
 @dataclass(frozen=True)
 class Resnet18Size:
@@ -271,7 +266,7 @@ class Resnet18Size:
 
     def build_shortcut(self, plan: BlockPlan) -> nn.Module:
         """An identity, or a 1x1 convolution and norm if the shape changes."""
-        if not plan.projects:
+        if plan.stride == 1 and plan.in_channels == plan.out_channels:
             return nn.Identity()
         return nn.Sequential(*_conv_norm(plan.in_channels, plan.out_channels, 1, plan.stride, self.norm))
 

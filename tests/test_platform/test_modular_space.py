@@ -70,7 +70,7 @@ def test_sizes() -> None:
     space = space_of("resnet18_modular")
     fixed = 27 * 64 + 2 * 64 + sum(w * 2 * w + 2 * 2 * w for w in (64, 128, 256)) + 512 * 10 + 10
     assert fixed == 180_810
-    assert space.num_parameters == SpaceSizes(2 * 11_173_962 - fixed, fixed, 11_173_962, 11_173_962)
+    assert space.num_parameters == SpaceSizes(2 * 11_173_962 - fixed, fixed, 11_173_962)
     assert (space.options, space.num_architectures) == ((2,) * 8, 256)
     assert space.cost_table("macs").largest == pytest.approx(0.556e9, rel=0.01)
     three = space_of("resnet18_modular_small", modules=3)

@@ -82,8 +82,14 @@ def space_laws(
     space: str | SpaceConfig | SearchSpace, settings: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
 ) -> list[Law]:
     """The laws of a space as callables; ValueError for an unknown space or law, PluginError if the space fails."""
-    name, tried = _tried(space, settings)
-    return laws_of("space", name, tried, spaces.LAWS, skip)
+    if isinstance(space, str | SpaceConfig):
+        config = replace(SpaceConfig(space) if isinstance(space, str) else space, **settings)
+        choice = component_specs([(SPACES, config.name)], config.options, "space.options")[0]
+        tried = Tried(SPACES.make(choice)(config), config.num_classes)
+        return laws_of("space", config.name, tried, spaces.LAWS, skip)
+    if settings:
+        raise ValueError(f"space {space.name} is built already: give its name or its SpaceConfig with settings")
+    return laws_of("space", getattr(space, "name", type(space).__name__), Tried(space), spaces.LAWS, skip)
 
 
 def _check(laws: list[Law]) -> None:
@@ -97,13 +103,3 @@ def _rule(
     if isinstance(rule, str):
         return rule, slot.make(component_specs([(slot, rule)], options, "options")[0])
     return getattr(rule, "__name__", type(rule).__name__), partial(rule, **options)
-
-
-def _tried(space: str | SpaceConfig | SearchSpace, settings: Mapping[str, Any]) -> tuple[str, Tried]:
-    if not isinstance(space, str | SpaceConfig):
-        if settings:
-            raise ValueError(f"space {space.name} is built already: give its name or its SpaceConfig with settings")
-        return getattr(space, "name", type(space).__name__), Tried(space)
-    config = replace(SpaceConfig(space) if isinstance(space, str) else space, **settings)
-    choice = component_specs([(SPACES, config.name)], config.options, "space.options")[0]
-    return config.name, Tried(SPACES.make(choice)(config), config.num_classes)

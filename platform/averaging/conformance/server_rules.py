@@ -168,7 +168,7 @@ def a_checkpoint_in_between_changes_nothing(rule: ServerRule) -> Iterator[str]:
     """State and weights survive a checkpoint unchanged, and rounds resumed from it give the same results."""
     whole = [*played(rule)]
     for moment in whole[:-1]:
-        weights, state = (_reloaded(group) for group in (moment.new, moment.state_after))
+        weights, state = (from_bytes(to_bytes(t), Path("checkpoint")) for t in (moment.new, moment.state_after))
         yield from _in(moment, differing(state, moment.state_after))
         start = replace(moment, new=weights, state_after=state)
         for resumed in played(rule, range(moment.round + 1, len(whole)), start):
@@ -194,10 +194,6 @@ def _in(moment: Served, problems: Iterator[str]) -> Iterator[str]:
 def _tensor_of(slot: str) -> str:
     """The tensor that a state's key `SLOT/TENSOR` belongs to."""
     return next(name for name in first_weights() if slot.endswith(f"/{name}"))
-
-
-def _reloaded(group: Weights) -> dict[str, Tensor]:
-    return from_bytes(to_bytes(group), Path("checkpoint"))
 
 
 LAWS = (
