@@ -35,7 +35,7 @@ class Proposer(Protocol):
 class GenerationSearch(ABC):
     """A searcher (see `Searcher`) around a proposer that depends only on the seed.
 
-    Raises ValueError if the options are not the cost table's or a setting is out of range.
+    Raises ValueError if the options are not the cost table's.
     """
 
     name: str
@@ -45,7 +45,7 @@ class GenerationSearch(ABC):
         if tuple(problem.options) != expected:
             raise ValueError(f"options {tuple(problem.options)} do not fit the cost table, which has {expected}")
         self.problem = problem
-        self.budget = at_least("budget", problem.budget, 1)
+        self.budget = problem.budget
         self._sampler = IntervalSampler(problem.table, problem.interval)
         self._clear()
 
@@ -156,17 +156,10 @@ class GenerationSearch(ABC):
         return stream(self.problem.seed, name, repr(interval.lower), repr(interval.upper))
 
 
-def at_least(name: str, value: int, smallest: int) -> int:
-    """The value, or a ValueError if it is too small."""
-    if value < smallest:
-        raise ValueError(f"{name} is {value}, it must be at least {smallest}")
-    return value
-
-
-def check_share(name: str, value: float) -> None:
-    """Raises ValueError for a probability outside of 0 to 1."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}, it must be a probability between 0 and 1")
+def check_population(population: int) -> None:
+    """Raises ValueError for a population without two parents; searchers without one take any number for it."""
+    if population < 2:
+        raise ValueError(f"population is {population}, it must be at least 2")
 
 
 def _encode(value: float) -> float | str:
@@ -183,7 +176,7 @@ class RandomSearch(GenerationSearch):
     name = "random"
 
     def _settings(self) -> State:
-        return {"batch": at_least("offspring", self.problem.config.offspring, 1)}
+        return {"batch": self.problem.config.offspring}
 
     def _start(self) -> Proposer:
         return _RandomProposer(self._sampler, self.problem.config.offspring, self._stream("random_search"))
@@ -219,9 +212,7 @@ class NSGA2Search(GenerationSearch):
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
-        at_least("population", problem.config.population, 2)
-        at_least("offspring", problem.config.offspring, 1)
-        check_share("mutation", problem.config.mutation)
+        check_population(problem.config.population)
 
     def _settings(self) -> State:
         config, genome = self.problem.config, self.problem.genome
@@ -256,7 +247,6 @@ class Evolution:
     The parents are the best `parents` x `population` of all observed models. Half of the children are mutants, whose
     genes change with probability `mutation`; half are uniform crossovers of two parents. All lie inside the constraint
     and none was proposed before; missing children are sampled at random.
-    Raises ValueError if a setting is out of range.
     """
 
     def __init__(
@@ -269,7 +259,6 @@ class Evolution:
         parents: float = 0.25,
         mutation: float = 0.1,
     ) -> None:
-        check_evolution(population, parents, mutation)
         self.genome = genome
         self.constraint = constraint
         self.rng = rng
@@ -328,7 +317,7 @@ class EvolutionSearch(GenerationSearch):
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
-        check_evolution(problem.config.population, problem.config.parents, problem.config.mutation)
+        check_population(problem.config.population)
 
     def _settings(self) -> State:
         config = self.problem.config
@@ -349,11 +338,3 @@ class EvolutionSearch(GenerationSearch):
             parents=config.parents,
             mutation=config.mutation,
         )
-
-
-def check_evolution(population: int, parents: float, mutation: float) -> None:
-    """Raises ValueError naming the setting that is out of range."""
-    at_least("population", population, 2)
-    if not 0 < parents <= 1:
-        raise ValueError(f"parents is {parents}, it must be a share of the population in (0, 1]")
-    check_share("mutation", mutation)

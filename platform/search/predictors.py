@@ -18,7 +18,7 @@ from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blami
 from fedloom.platform.search.base import Interval, Scored, pareto_front, rank
 from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.constraint import Constraint, inside_interval
-from fedloom.platform.search.generations import Evolution, NSGA2Search, at_least
+from fedloom.platform.search.generations import Evolution, NSGA2Search
 from fedloom.platform.seeding import Id, stream, torch_stream
 from fedloom.platform.settings import UP_TO_A_MILLION
 from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
@@ -167,8 +167,6 @@ def mlp(
 
     Two hidden ReLU layers, standardised targets, float32 on the CPU; outputs do not depend on torch's threads.
     """
-    at_least("hidden", hidden, 1)
-    at_least("epochs", epochs, 1)
     mean, scale = float(values.mean()), float(values.std()) or 1.0
     x = torch.as_tensor(features, dtype=torch.float32)
     y = torch.as_tensor((values - mean) / scale, dtype=torch.float32)
@@ -253,10 +251,8 @@ def search_predicted(
 
     Their metrics are predictions, to be verified by measurement. There are fewer only if no more are inside with a
     finite score. The random stream is (seed, "predicted_search", name).
-    Raises ValueError if no architecture is found inside the constraint, or a setting is out of range.
+    Raises ValueError if no architecture is found inside the constraint.
     """
-    at_least("generations", generations, 1)
-    at_least("keep", keep, 1)
     rng = stream(seed, "predicted_search", name)
     evolution = Evolution(genome, constraint, rng, population=population, parents=parents, mutation=mutation)
     best: list[Scored] = []
@@ -295,10 +291,8 @@ def predicted_front(
     """The Pareto front of predicted metric and cost, sorted by cost (NSGA-II).
 
     The seed of the search comes from the random stream (seed, "predicted_front", name).
-    Raises ValueError if a setting is out of range.
     """
     everything = Interval(-math.inf, math.inf)
-    at_least("generations", generations, 1)
     config = SearchConfig(population=population, offspring=population, mutation=mutation, objectives="metric_and_cost")
     options, root = tuple(len(row) for row in table.options), int(stream(seed, "predicted_front", name).integers(2**62))
     search = NSGA2Search(SearchProblem(options, genome, table, everything, root, population * generations, config))

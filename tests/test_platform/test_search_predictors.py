@@ -107,7 +107,6 @@ def test_a_poor_predictor_is_refused_in_one_line_that_says_what_to_do(fitted: Fi
         (np.zeros((12, 2)), np.zeros(11), {}, r"shapes \(12, 2\) and \(11,\)"),
         (np.zeros((12, 2)), np.full(12, np.nan), {}, "finite"),
         (np.zeros((12, 2)), np.zeros(12), {"held_out_share": 1.0}, "held_out_share is 1.0"),
-        (np.zeros((12, 2)), np.zeros(12), {"fit": brief(0)}, "epochs is 0"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(
