@@ -47,6 +47,7 @@ from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace, once
 from fedloom.platform.spaces.initialisation import UniformConvolution, on_meta
 from fedloom.platform.spaces.slices import Architecture, Slice, Weights, architecture_id
+from fedloom.tiers.costs import CostTable
 
 BY_SAMPLE = (
     *(nn.Conv1d, nn.Conv2d, UniformConvolution, nn.Linear, nn.Flatten, nn.Identity, nn.GroupNorm, nn.LayerNorm),
@@ -110,6 +111,29 @@ def _stackable(worker: Worker, assignments: Sequence[Assignment], most: int) -> 
         groups.setdefault(samples if needs_equal_batches else 0, []).append(i)
     parts = [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
     return [part for part in parts if len(part) > 1]
+
+
+LARGEST_STACK = 32
+"""Clients of a stack: more hardly make the products larger than a processor's caches like."""
+STACKS = 2
+"""A round's clients are divided into at least so many stacks, for as many actors to train at once."""
+GAINFUL_MACS = 2e8
+"""MACs of a step of all clients of a stack, from which on nothing is gained."""
+
+
+def clients_per_stack(wanted: str, space: SearchSpace, macs: CostTable, tasks: Sequence[Task], batch_size: int) -> int:
+    """The number of clients per stack; 1 if they train different networks, parts of a supernet, or large networks.
+
+    `wanted` is `off`, `auto` or a number. It depends on the configuration alone, never on the machine or the number of
+    actors, because rounding depends on it.
+    """
+    subnet = None if wanted == "off" else common_subnet(tasks)
+    if subnet is None or skeleton(space, subnet.architecture) is None:
+        return 1
+    if wanted != "auto":
+        return int(wanted)
+    step_macs = max(1.0, batch_size * macs.cost(subnet.architecture))
+    return max(1, min(LARGEST_STACK, -(-len(tasks) // STACKS), int(GAINFUL_MACS // step_macs)))
 
 
 def _task(assignment: Assignment) -> Train:

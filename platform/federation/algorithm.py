@@ -305,7 +305,7 @@ class TrainingStage:
 
     def plan(self, state: RunState) -> Plan:
         """Selects the cohort and assigns the clients' and the server's tasks."""
-        from fedloom.platform.federation.stacking import clients_per_stack  # what only runs need
+        from fedloom.platform.clients.stacks import clients_per_stack  # what only runs need
 
         world, config, index = self.world, self.config, state.round
         cohort = self.selection.cohort(index, state.data)
@@ -322,12 +322,14 @@ class TrainingStage:
             for_client(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample)
             for c, task in zip(client_ids, tasks, strict=True)
         ]
+        executor = world.config.executor
+        stacked = "off" if executor.resident else executor.stack_clients
         of_server = [*self.beside(state), *(self.score(state) if due else ())]
         return Plan(
             [*assignments, *(for_server(self.name, index, task) for task in of_server)],
             self.group,
             {"lr": local.lr, **given.schedules, **self.processing.schedules(context)},
-            stack=clients_per_stack(world, tasks, local.batch_size),
+            stack=clients_per_stack(stacked, world.space, world.macs_table, tasks, local.batch_size),
             memory=cohort.memory or None,
             processors=processors,
             keeps_updates=self.rules.aggregator.name != MEAN,
