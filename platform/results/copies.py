@@ -46,6 +46,7 @@ from fedloom.platform.results.paths import (
 from fedloom.platform.results.store import (
     RemoteFile,
     Target,
+    check_outside,
     is_remote,
     local_root,
     open_target,
@@ -100,9 +101,11 @@ def _run_of(name: str) -> str | None:
 def check_results(results: str) -> Path:
     """The local folder for results that will be written, after checking that it and the URL are writable.
 
-    Raises a one-line ValueError for an unknown scheme, an unreachable bucket, missing credentials or permissions.
+    Raises a one-line ValueError for an unknown scheme, an unreachable bucket, missing credentials or permissions, and
+    for a folder among what another one's runs have stored.
     """
     root = local_root(results)
+    check_outside(root)
     check_writable(root)
     if is_remote(results):
         target = open_target(results)

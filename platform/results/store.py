@@ -237,6 +237,17 @@ STORED = (ARTIFACTS, ABLATIONS, SUPERNETS, *TABLES)
 """The folders below the results folder that hold what runs and ablations have stored."""
 
 
+def check_outside(root: Path) -> None:
+    """Raises ValueError if a new results folder would lie among what another one's runs have stored."""
+    for folder in [root.resolve(), *root.resolve().parents]:
+        others = folder.parent
+        if folder.name in STORED and (others / ARTIFACTS).is_dir() and any((others / "runs").glob("experiment=*")):
+            raise ValueError(
+                f"results={root} lies in {folder}, which holds what runs have stored: choose a folder elsewhere, "
+                f"such as {others}"
+            )
+
+
 def output_folder(results: Path, out: Path | None, default: str) -> Path:
     """The folder `out`, or RESULTS/DEFAULT if it is None, after checking that files may be written there.
 

@@ -66,6 +66,17 @@ def test_checking_leaves_nothing_at_the_url(url: str, machine: Machine, bucket: 
     assert list(bucket.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["artifacts", "clients/deeper", "ablations"])
+def test_results_do_not_lie_among_what_other_runs_have_stored(name: str, tmp_path: Path) -> None:
+    assert check_results(str(tmp_path / name)) == tmp_path / name
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "runs" / "experiment=e").mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"^results=.*{name} lies in .* a folder elsewhere, such as {tmp_path}$"):
+        check_results(str(tmp_path / name))
+    for free in ("", "reports", "another"):
+        assert check_results(str(tmp_path / free)) == tmp_path / free
+
+
 def test_a_local_path_has_no_mirror_and_is_not_fetched(tmp_path: Path) -> None:
     threads = threading.active_count()
     with mirrored(str(tmp_path), RunPaths(tmp_path, "e", "r1")):
