@@ -76,8 +76,10 @@ def _connection(config: RayConfig) -> Iterator[None]:
         else:
             with _held_stderr() as noise:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ValueError:
-        raise
+    except ValueError as error:
+        if address == "local":
+            raise
+        raise ValueError(f"ray.address={address}: {error}; give HOST:PORT, auto or local") from error
     except Exception as error:  # Ray raises bare ones, too, as when a process of it dies while it starts
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         sentence = first_line.split(". ")[0].rstrip(".")

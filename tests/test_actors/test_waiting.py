@@ -82,6 +82,14 @@ def test_connecting_says_so_once_and_asks_for_no_token() -> None:
     assert "token" not in str(refusal.value)
 
 
+def test_an_address_without_a_port_is_refused_with_its_key() -> None:
+    with (
+        pytest.raises(ValueError, match=r"^ray\.address=127\.0\.0\.1: .*; give HOST:PORT, auto or local$"),
+        connected(RayConfig(address="127.0.0.1")),
+    ):
+        pass
+
+
 def test_an_address_where_something_listens_is_left_to_ray() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_listening(f"127.0.0.1:{server.getsockname()[1]}")
