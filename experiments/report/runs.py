@@ -157,8 +157,8 @@ def outcome_groups(tables: Tables, settings: Sequence[Setting]) -> Groups:
     return [((setting.name,), setting.rows(frame)) for setting in settings]
 
 
-def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> RenderableType:
-    """The tables of these runs for the terminal, per setting; fast, without matplotlib.
+def summary_table(results: Path, run_ids: str | Sequence[str] | None = None, *, missing: bool = True) -> RenderableType:
+    """The tables of these runs for the terminal, per setting, and what is missing; fast, without matplotlib.
 
     Raises ValueError for an unknown run or a damaged table.
     """
@@ -173,7 +173,8 @@ def summary_table(results: Path, run_ids: str | Sequence[str] | None = None) -> 
         *silo_blocks(tables, wide=False),
     ]
     shown = [rich_block(block, apart=ALL_TIERS) for block in blocks if block.rows]
-    return Group(*shown, *(Text(line, style="yellow") for line in missing_of(tables)))
+    lines = missing_of(tables) if missing else ()
+    return Group(*shown, *(Text(line, style="yellow") for line in lines))
 
 
 def _facts(tables: Tables, paths: RunPaths, settings: Sequence[Setting]) -> RunFacts:

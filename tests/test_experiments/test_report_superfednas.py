@@ -310,6 +310,8 @@ def test_a_dry_run_says_that_nothing_was_trained_and_shows_its_totals(tmp_path: 
     text = shown(summary_table(tmp_path, "r1"))
     assert words_after(text, "trained alone d=0,0 e=0.5") == ["2", "4", "40", "B", "40", "B", "600", "2", "s"]
     assert words_after(text, "in total") == ["6", "12", "300", "B", "300", "B", "6.00", "k", "6", "s"]
+    assert "dry run: nothing was trained" in text
+    assert "dry run: nothing was trained" not in shown(summary_table(tmp_path, "r1", missing=False))
     files = write_report(tmp_path, ["r1"])
     said = " ".join(files.missing)
     assert "dry run: nothing was trained" in said
