@@ -123,8 +123,9 @@ def show(trained: Trained, winners: Sequence[Found], asked: int, as_json: bool) 
     for v in values:
         latency = "" if v["latency_s"] is None else f"{1000 * v['latency_s']:.2f}"
         measured = v["loss" if by_loss else "metric"]
-        figures = (f"{v['macs']:.4g}", f"{v['parameters']:.4g}", f"{v['predicted']:.4f}", f"{measured:.4f}", latency)
+        figures = (f"{v['macs']:,.0f}", f"{v['parameters']:,}", f"{v['predicted']:.4f}", f"{measured:.4f}", latency)
         table.add_row(v["target"], v["label"], *figures)
     console().print(table)
     if asked > len(winners):
-        console().print(f"{asked - len(winners)} of {asked} targets have no subnet: no latency near them was predicted")
+        near = f"at most {100 * trained.config.tolerance:g} % below it (method.search.tolerance)"
+        console().print(f"targets without a subnet: {asked - len(winners)} of {asked}; no latency was predicted {near}")

@@ -102,7 +102,7 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
 
 def _text(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:,.6g}"
+        return f"{value:,.0f}" if abs(value) >= 1e6 else f"{value:,.6g}"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):

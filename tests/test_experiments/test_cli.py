@@ -100,6 +100,14 @@ def test_a_path_is_neither_cut_nor_broken(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.splitlines() == [f" pt2            {path}", " test accuracy  0.5"]
 
 
+def test_a_large_number_is_written_without_an_exponent(capsys: pytest.CaptureFixture[str]) -> None:
+    show_facts({"tier_upper_bounds": [301469.25, 1286984.0], "largest_difference": 6.5e-07}, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        " tier upper bounds   301,469  1,286,984",
+        " largest difference  6.5e-07",
+    ]
+
+
 def test_resume_says_which_keys_may_change() -> None:
     known = {key.removesuffix(".*") for key in re.findall(r"[a-z_]+(?:\.[a-z_*]+)*", RESUME_HELP.partition("may: ")[2])}
     assert known == set(FREE_ON_RESUME)
