@@ -245,6 +245,5 @@ def hint_at_leftovers() -> None:
     """Says on standard error if there are such processes."""
     left = [process for record in left_over(records_folder()) for process in record.processes]
     if left:
-        sys.stderr.write(
-            f"fedloom: {len(left)} processes of dead runs are left on this machine; fedloom status --clean ends them\n"
-        )
+        number = "1 process" if len(left) == 1 else f"{len(left)} processes"
+        sys.stderr.write(f"fedloom: left on this machine by dead runs: {number}; fedloom status --clean ends them\n")
