@@ -80,7 +80,7 @@ def silo_config(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfi
     def make(method: object, *, space: SpaceConfig | None = None, **data: Any) -> RunConfig:
         changes = {} if space is None else {"space": space}
         config = tiny_config(tiers=TiersConfig(count=1, paths=100), method=method, **changes)
-        values = {"num_clients": 3, "train_samples": 120, "validation_share": 0.25, **data}
+        values = {"num_clients": 3, "train_samples": 72, "validation_share": 0.25, **data}
         return replace(config, data=replace(config.data, **values))
 
     return make

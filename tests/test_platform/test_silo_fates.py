@@ -75,7 +75,7 @@ def spider_config(
         )
         space, tiers = SpaceConfig("darts_s2_small", channels=4), TiersConfig(count=1, paths=100)
         config = tiny_config(**{"space": space, "tiers": tiers, "method": method, **changes})
-        return replace(config, data=replace(config.data, num_clients=3, train_samples=120, validation_share=0.25))
+        return replace(config, data=replace(config.data, num_clients=3, train_samples=72, validation_share=0.25))
 
     return make
 

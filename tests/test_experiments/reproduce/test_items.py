@@ -17,6 +17,8 @@ from fedloom.platform.data.registry import DATASETS
 
 ROOT = Path(__file__).parents[3]
 NAMES = item_names()
+SLOW = ("fedoras/objectives",)
+"""Items that are counted in tens of seconds."""
 
 
 @pytest.fixture(params=NAMES)
@@ -63,12 +65,14 @@ def test_the_small_scale_needs_no_data_that_takes_hours_to_get(item: Item) -> No
     assert {part.dataset for scale in scales for part in parts_of(item, Asked(scale))} <= {*DATASETS.known}
 
 
-def test_what_is_counted_is_counted_and_shows_its_claims(item: Item) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
+def test_what_is_counted_is_counted_and_shows_its_claims(name: str) -> None:
+    item = load_item(name)
     if item.needs_runs or item.missing:
         pytest.skip("it needs training, or cannot be run")
-    (name,) = item.scales
-    values = measured(item, item.scales[name], ())
-    found = [verdict(claim, values, item, [*item.scales[name].settings]) for claim in item.claims]
+    (scale,) = item.scales.values()
+    values = measured(item, scale, ())
+    found = [verdict(claim, values, item, [*scale.settings]) for claim in item.claims]
     assert found
     assert [v.claim.text for v in found if v.state == NOT_RUN] == []
     assert [(v.claim.text, v.reason) for v in found if v.state != SHOWN] == []
