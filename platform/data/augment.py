@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ def centres_hz(features: str) -> Tensor:
 
 def with_noise(mfcc_BMT: Tensor, noise_BMT: Tensor) -> Tensor:
     """The coefficients (B, 40, T) of sounds to whose mel bands these powers (B, mels, T) are added."""
-    matrix = transform(noise_BMT.shape[1]).to(mfcc_BMT.device)
+    matrix = upload(transform(noise_BMT.shape[1]), mfcc_BMT.device)
     power = 10 ** (torch.matmul(matrix.T, mfcc_BMT) / 10) + noise_BMT
     decibels = 10 * power.clamp_min(LEAST_POWER).log10()
     loudest = decibels.amax(dim=(1, 2), keepdim=True)
@@ -124,13 +125,14 @@ def noise_shift(
     drawn = torch.rand((3, clips), generator=generator)
     fluctuation = torch.randn((clips, mels, frames), generator=generator)
     device, unit = x_BCMT.device, white[0] - black[0]
-    clean = shifted(x_BCMT[:, 0], moves.to(device))
+    clean = shifted(x_BCMT[:, 0], upload(moves, device))
     mfcc = (clean - black[0]) / unit
-    chosen, colour, level = (row.view(-1, 1, 1).to(device) for row in drawn)
-    profile = (centres_hz(features).clamp_min(LOWEST_HZ).to(device) / 1000).view(1, -1, 1) ** (-NOISE_COLOURS * colour)
-    around_one = (FLUCTUATION * fluctuation.to(device) - FLUCTUATION**2 / 2).exp()
+    chosen, colour, level = upload(drawn, device).view(3, -1, 1, 1)
+    centres = upload(centres_hz(features).clamp_min(LOWEST_HZ), device)
+    profile = (centres / 1000).view(1, -1, 1) ** (-NOISE_COLOURS * colour)
+    around_one = (FLUCTUATION * upload(fluctuation, device) - FLUCTUATION**2 / 2).exp()
     profile = profile / profile.mean(dim=1, keepdim=True) * around_one
-    power = (10 ** (torch.matmul(transform(mels).T.to(device), mfcc) / 10)).mean(dim=(1, 2), keepdim=True)
+    power = (10 ** (torch.matmul(upload(transform(mels), device).T, mfcc) / 10)).mean(dim=(1, 2), keepdim=True)
     below = loudest + (quietest - loudest) * level
     noise = power * 10 ** (-below / 10) * profile
     mixed = with_noise(mfcc, noise) * unit + black[0]
@@ -241,23 +243,116 @@ def crop_flip_randaugment_cutout(
 ) -> Tensor:
     """`crop_flip`, random operations on the pixels of each image, and a square set to the mean colour.
 
-    Source: RandAugment (Cubuk et al. 2020), in torchvision's implementation; for FedorAS' supernet (2, 9).
+    Source: RandAugment (Cubuk et al. 2020) with torchvision's operations; for FedorAS' supernet (2, 9).
     Raises ValueError without `black` and `white`, which tell the pixels of normalised images.
     """
-    from torchvision.transforms.v2 import RandAugment  # slow to import, and only this needs it
-
     if black is None or white is None:
         raise ValueError("data.augment=crop_flip_randaugment_cutout needs images of pixels: the data set has none")
     x_BCHW = crop_flip(x_BCHW, generator)
-    low, high = (torch.tensor(colour, device=x_BCHW.device).view(-1, 1, 1) for colour in (black, white))
+    low, high = upload(torch.tensor([black, white]).view(2, -1, 1, 1), x_BCHW.device)
     pixels = ((x_BCHW - low) / (high - low) * 255).round_().clamp_(0, 255).to(torch.uint8)
-    transform = RandAugment(operations, magnitude)
-    # torchvision draws from torch's global generator, image by image.
-    seed = int(torch.randint(0, 2**62, (), generator=generator, device=generator.device))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        changed = torch.stack([transform(image) for image in pixels])
-    return cut_out(changed.to(x_BCHW.dtype).div_(255).mul_(high - low).add_(low), generator, length)
+    transform = Operators.of(magnitude, *x_BCHW.shape[2:])
+    for drawn_B in torch.randint(0, transform.count, (operations, len(pixels)), generator=generator):
+        pixels = transform.applied(pixels, drawn_B)
+    return cut_out(pixels.to(x_BCHW.dtype).div_(255).mul_(high - low).add_(low), generator, length)
+
+
+@dataclass(frozen=True)
+class Operators:
+    """RandAugment's 14 operations of one strength on images of bytes, each with either sign: torchvision's, in batches.
+
+    They are numbered by kind (0 to 27), so that images in this order are slices for what depends on the whole image.
+
+    Attributes:
+        sources: (28, H * W), where each pixel of the result comes from, counted from 1; 0 for black from outside.
+        values: (28, 256), what becomes of each value of a pixel.
+        factors: (28, 1, 1, 1), how much of the image stays in a blend of it with its grey, its mean or its blur.
+    """
+
+    sources: Tensor
+    values: Tensor
+    factors: Tensor
+    count: ClassVar[int] = 28
+
+    @classmethod
+    @cache
+    def of(cls, magnitude: int, height: int, width: int) -> Operators:
+        """Those at one of the 31 magnitudes for images of a size."""
+        from torchvision.transforms.v2 import functional  # slow to import, and only this needs it
+
+        def strength(most: float) -> float:
+            return float(torch.linspace(0.0, most, 31)[magnitude])
+
+        bits = int((8 - torch.arange(31) / 7.5).round()[magnitude])
+        threshold = 255 * float(torch.linspace(1.0, 0.0, 31)[magnitude])
+        affine = partial(functional.affine, angle=0.0, scale=1.0)
+        sources, values = [], []
+        places, levels = torch.arange(1.0, height * width + 1), torch.arange(256, dtype=torch.uint8)
+        image, scale = places.view(1, height, width), levels.view(1, 1, 256)
+        for sign in (1, -1):
+            shear = math.degrees(math.atan(sign * strength(0.3)))
+            right, down = (int(sign * strength(150.0 / 331.0 * side)) for side in (width, height))
+            sources += [
+                affine(image, translate=[0, 0], shear=[shear, 0.0], center=[0, 0]),
+                affine(image, translate=[0, 0], shear=[0.0, shear], center=[0, 0]),
+                affine(image, translate=[right, 0], shear=[0.0, 0.0]),
+                affine(image, translate=[0, down], shear=[0.0, 0.0]),
+                functional.rotate(image, sign * strength(30.0)),
+            ]
+            values += [
+                scale,
+                functional.adjust_brightness(scale, 1.0 + sign * strength(0.9)),
+                functional.posterize(scale, bits),
+                functional.solarize(scale, threshold),
+            ]
+        factors = torch.tensor([1.0 + strength(0.9), 1.0 - strength(0.9)]).repeat(14)
+        return cls(
+            torch.stack([*(x.flatten() for x in sources), *[places] * (cls.count - len(sources))]).long(),
+            torch.stack([*[levels] * len(sources), *(x.flatten() for x in values), *[levels] * 10]),
+            factors.view(-1, 1, 1, 1),
+        )
+
+    def applied(self, x_BCHW: Tensor, drawn_B: Tensor) -> Tensor:
+        """Each image after the operation that it has drawn; the operations' numbers (B,) are in main memory."""
+        from torchvision.transforms.v2.functional import equalize, rgb_to_grayscale
+
+        device = x_BCHW.device
+        drawn_B, order_B = drawn_B.sort(stable=True)
+        number_B, order_B, back_B = upload(torch.stack([drawn_B, order_B, order_B.argsort()]), device)
+        sources_BP, values_BV = (upload(of, device).index_select(0, number_B) for of in (self.sources, self.values))
+        x_BCP = F.pad(x_BCHW.index_select(0, order_B).flatten(2), (1, 0))
+        x_BCP = x_BCP.gather(2, sources_BP[:, None].expand(-1, x_BCHW.shape[1], -1))
+        x_BCHW = values_BV.gather(1, x_BCP.flatten(1).long()).view_as(x_BCHW)
+        # Grey, contrast and sharpness are blends; where an operation was drawn by nobody, its slice is empty.
+        grey, contrast, sharp, auto, equal, end = torch.searchsorted(drawn_B, torch.arange(18, 29, 2)).tolist()
+        if auto > grey:
+            blended = x_BCHW[grey:auto].float()
+            other = blended.clone()
+            if contrast > grey or sharp > contrast:
+                lightness = rgb_to_grayscale(blended[: sharp - grey]).floor_()
+                other[: contrast - grey] = lightness[: contrast - grey]
+                other[contrast - grey : sharp - grey] = lightness[contrast - grey :].mean((1, 2, 3), keepdim=True)
+            other[sharp - grey :, :, 1:-1, 1:-1] = _blurred(blended[sharp - grey :])
+            factor = upload(self.factors, device).index_select(0, number_B[grey:auto])
+            x_BCHW[grey:auto] = blended.add_((other - blended) * (1.0 - factor)).clamp_(0, 255).to(torch.uint8)
+        if equal > auto:
+            x_BCHW[auto:equal] = _of_full_contrast(x_BCHW[auto:equal].float()).to(torch.uint8)
+        if end > equal:
+            x_BCHW[equal:end] = equalize(x_BCHW[equal:end])
+        return x_BCHW.index_select(0, back_B)
+
+
+def _blurred(x_BCHW: Tensor) -> Tensor:
+    """The inner pixels' means with their neighbours, which weigh a fifth, rounded."""
+    around = F.avg_pool2d(x_BCHW, 3, stride=1) * 9
+    return ((around + 4 * x_BCHW[..., 1:-1, 1:-1]) / 13).round_()
+
+
+def _of_full_contrast(x_BCHW: Tensor) -> Tensor:
+    """Every channel of every image from 0 to 255; one of a single value stays."""
+    low, high = x_BCHW.amin((2, 3), keepdim=True), x_BCHW.amax((2, 3), keepdim=True)
+    stretched = (x_BCHW - low) / ((high - low) * (1.0 / 255))
+    return torch.where(high == low, x_BCHW, stretched.clamp(0, 255))
 
 
 # -- by name ----------------------------------------------------------------------------------------------------------

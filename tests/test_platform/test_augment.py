@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchvision.transforms.v2 import RandAugment
 
 from fedloom.platform.data.augment import (
     AUGMENTATIONS,
+    Operators,
     augmentation,
     check_augmentation,
     coloured,
@@ -73,26 +75,56 @@ def images(tmp_path: Path) -> tuple[Dataset, Tensor]:
     return dataset, dataset.tensors("train", np.arange(8))[0]
 
 
+MOVING = ["ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"]
+BY_VALUE = ["Identity", "Brightness", "Posterize", "Solarize"]
+BLENDS, BY_IMAGE = ["Color", "Contrast", "Sharpness"], ["AutoContrast", "Equalize"]
+OPERATIONS = [
+    *((name, sign) for names in (MOVING, BY_VALUE) for sign in (1, -1) for name in names),
+    *((name, sign) for name in (*BLENDS, *BY_IMAGE) for sign in (1, -1)),
+]
+
+
+@pytest.mark.parametrize("magnitude", [9, 30])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_operation_is_that_of_torchvisions_randaugment(channels: int, magnitude: int) -> None:
+    """Each image of a batch changes as torchvision changes it alone."""
+    x = torch.randint(0, 256, (len(OPERATIONS), channels, 9, 14), generator=seeded(5)).to(torch.uint8)
+    theirs, space = RandAugment(2, magnitude), RandAugment._AUGMENTATION_SPACE
+    expected = []
+    for image, (name, sign) in zip(x, OPERATIONS, strict=True):
+        levels, signed = space[name]
+        strengths = levels(31, 9, 14)
+        strength = 0.0 if strengths is None else float(strengths[magnitude]) * (sign if signed else 1)
+        fill: dict[Any, Any] = {Tensor: None}
+        expected.append(theirs._apply_image_or_video_transform(image, name, strength, "nearest", fill))
+    drawn = torch.randperm(len(OPERATIONS), generator=seeded(6))
+    result = Operators.of(magnitude, 9, 14).applied(x[drawn], drawn)
+    for index, image in zip(drawn.tolist(), result, strict=True):
+        difference = (image.int() - expected[index].int()).abs()
+        assert difference.max() <= (1 if OPERATIONS[index][0] in BLENDS else 0), OPERATIONS[index]
+        assert (difference > 0).float().mean() < 0.05, "blends round in another order"
+
+
 def test_randaugment_works_on_the_pixels(images: tuple[Dataset, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, x = images
     seen: list[Tensor] = []
 
-    def kept(image: Tensor) -> Tensor:
-        seen.append(image)
-        return image
+    def kept(_: Operators, pixels: Tensor, drawn: Tensor) -> Tensor:
+        assert len(drawn) == len(pixels)
+        seen.append(pixels)
+        return pixels
 
     choice = coloured(ComponentSpec(RANDOM), dataset.colours)
-    monkeypatch.setattr("torchvision.transforms.v2.RandAugment", lambda *_given: kept)
+    monkeypatch.setattr(Operators, "applied", kept)
     result = augmentation(choice)(x, seeded(4))  # type: ignore[misc]
     generator = seeded(4)
     moved = crop_flip(x, generator)
-    torch.randint(0, 2**62, (), generator=generator)
+    torch.randint(0, 28, (2, 8), generator=generator)
     # An image that is not changed keeps its values, but that the padding (the mean colour) is rounded to a pixel.
     torch.testing.assert_close(result, cut_out(moved, generator, 16), atol=0.5 / 255 / min(dataset.std), rtol=0)
-    assert {image.dtype for image in seen} == {torch.uint8}
-    assert [tuple(image.shape) for image in seen] == [(3, 12, 12)] * 8
+    assert [(pixels.dtype, tuple(pixels.shape)) for pixels in seen] == [(torch.uint8, (8, 3, 12, 12))] * 2
     stored, _ = dataset.stored("train", np.arange(8))
-    assert set(seen[0].flatten().tolist()) <= {*stored[0].flatten().tolist(), *range(110, 145)}
+    assert set(seen[0][0].flatten().tolist()) <= {*stored[0].flatten().tolist(), *range(110, 145)}
 
 
 def test_randaugment_follows_its_generator_alone(images: tuple[Dataset, Tensor]) -> None:
