@@ -24,6 +24,7 @@ from fedloom.platform.averaging.average import Coverage, TensorSum, Update, Weig
 from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_chunk
 from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.data.on_device import moved
 from fedloom.platform.runs.source_code import source_hash, sources_of
 from fedloom.platform.spaces.slices import Region, Weights
 
@@ -147,11 +148,8 @@ def accept_shared_memory() -> None:
 
 
 def to_arrays(tensors: Weights) -> dict[str, np.ndarray]:
-    """Tensors as arrays, without a copy if they are in main memory; all copies from a GPU are waited for once."""
-    moved = {name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()}
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
-    return {name: tensor.numpy() for name, tensor in moved.items()}
+    """Tensors as arrays, without a copy if they are in main memory."""
+    return {name: tensor.detach().numpy() for name, tensor in moved(tensors, torch.device("cpu")).items()}
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:

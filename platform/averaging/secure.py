@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import MASKED, TensorSum, Update, WeightedSums
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic
+from fedloom.platform.data.on_device import moved
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.slices import Region, Slice, Weights, part_in, part_of
 
@@ -150,12 +151,13 @@ class SecureRound(Processor):
         """
         tensors, slices = dict[str, Tensor](), dict[str, Slice]()
         private = _generator(self._secret("withheld", client))
-        for name, tensor in update.tensors.items():
+        before = moved(received, torch.device("cpu"))
+        for name, tensor in moved(update.tensors, torch.device("cpu")).items():
             piece, weight = update.slices[name], update.weights[name]
             if not tensor.is_floating_point():
                 continue
             region = piece.region_of(tensor)
-            fixed = self._fixed((tensor.detach().cpu() - received[name].cpu()).double() * weight, name)
+            fixed = self._fixed((tensor.detach() - before[name]).double() * weight, name)
             fixed += _noise(fixed.shape, _generator(self._at(self._secret("own", client), piece.source)))
             holders = torch.ones(fixed.shape, dtype=MASKED)
             for other, sign, common in self._pairs(client, piece.source, region):

@@ -173,8 +173,10 @@ def own_copy(state: ClientState) -> dict[str, torch.Tensor]:
     """
     import torch  # the tables' schemas follow from this module, and need no torch
 
-    whole = torch.contiguous_format
-    return {name: tensor.detach().cpu().clone(memory_format=whole) for name, tensor in state.items()}
+    from fedloom.platform.data.on_device import moved
+
+    copies = moved(state, torch.device("cpu"))
+    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in copies.items()}
 
 
 def client_of(assignment: Assignment) -> int:

@@ -57,10 +57,10 @@ class _Sums:
             self.more[name] = self.more.get(name, torch.zeros_like(self.loss)) + value.double()
 
     def score(self, y: Tensor) -> Score:
-        targets = int(self.targets)
-        means = {name: value.item() / targets for name, value in self.more.items()}
-        loss, metric = self.loss.item() / targets, self.metric.item() / targets
-        return Score(loss, metric, len(y), y.dim() > 1, means)
+        known = self.targets if isinstance(self.targets, Tensor) else torch.full_like(self.loss, self.targets)
+        sums: list[float] = torch.stack([known.double(), self.loss, self.metric, *self.more.values()]).cpu().tolist()
+        loss, metric, *more = (total / sums[0] for total in sums[1:])
+        return Score(loss, metric, len(y), y.dim() > 1, dict(zip(self.more, more, strict=True)))
 
 
 def evaluate(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,16 @@ from torch import Tensor
 
 from fedloom.platform.averaging.server import checked_values
 from fedloom.platform.clients.assignments import Assignment, TaskError, client_of, places_of
-from fedloom.platform.clients.training import LocalSGD, Samples, batch_sizes, epoch_sizes, minimised
+from fedloom.platform.clients.training import (
+    Correction,
+    Corrections,
+    LocalSGD,
+    Samples,
+    batch_sizes,
+    epoch_sizes,
+    minimised,
+)
+from fedloom.platform.data.on_device import moved
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, is_import_path
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import ZERO_OR_MORE
@@ -31,7 +41,6 @@ from fedloom.platform.spaces.slices import Slice, SliceMap, Weights
 if TYPE_CHECKING:
     from fedloom.platform.averaging.server import ServerStep
     from fedloom.platform.clients.networks import Network
-    from fedloom.platform.clients.training import Correction
     from fedloom.platform.clients.worker import Worker
 
 STATE = "rule/"
@@ -135,7 +144,7 @@ def local_client(
         parameters=parameters,
         slices=network.slices,
         weights=weights,
-        state={name.removeprefix(STATE): t.to(worker.device) for name, t in states.items()},
+        state={name.removeprefix(STATE): t for name, t in moved(states, worker.device).items()},
     )
 
 
@@ -195,7 +204,7 @@ class LocalRule:
         """Why it cannot be used with these hyper-parameters, and what can be done; None if it can."""
         return None
 
-    def begin(self, client: LocalClient) -> Correction | None:
+    def begin(self, client: LocalClient) -> Correction | LinearCorrection | None:
         """Called before the first step; returns the correction of every step's gradients."""
         raise NotImplementedError
 
@@ -213,28 +222,64 @@ def sgd(client: LocalClient) -> Correction | None:
     return None
 
 
-def pull_towards(strength: float, anchors: Mapping[str, Tensor]) -> Correction | None:
-    """Adds the gradient of `strength` / 2 times the squared distance to the anchors; None for a strength of 0.
+@dataclass(frozen=True)
+class LinearCorrection:
+    """The correction gradient + offset + strength (parameter - anchor) of all parameters at once: few kernels per step.
 
-    A parameter without a gradient in a step (such as one behind a zero operator) is not changed.
+    A parameter without a gradient in a step (such as one behind a zero operator) is not changed. `steps`, if given,
+    counts every parameter's steps.
     """
 
-    def correct(name: str, parameter: Tensor, gradient: Tensor) -> None:
-        gradient.add_(parameter - anchors[name], alpha=strength)
+    offsets: Mapping[str, Tensor] = field(default_factory=dict)
+    strength: float = 0.0
+    anchors: Mapping[str, Tensor] = field(default_factory=dict)
+    steps: Counter[str] | None = None
 
-    return correct if strength else None
+    def __call__(self, names: list[str], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Changes the gradients in place."""
+        if self.steps is not None:
+            self.steps.update(names)
+        if self.offsets:
+            torch._foreach_add_(gradients, [self.offsets[name] for name in names])
+        if self.strength:
+            ways = torch._foreach_sub(parameters, [self.anchors[name] for name in names])
+            torch._foreach_add_(gradients, ways, alpha=self.strength)
+
+
+def pull_towards(strength: float, anchors: Mapping[str, Tensor]) -> LinearCorrection | None:
+    """Adds the gradient of `strength` / 2 times the squared distance to the anchors; None for a strength of 0."""
+    return LinearCorrection(strength=strength, anchors=anchors) if strength else None
+
+
+def one_by_one(correct: Correction) -> Corrections:
+    """A correction of single gradients, applied to all."""
+
+    def all_of(names: list[str], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
+            correct(name, parameter, gradient)
+
+    return all_of
+
+
+def begun(rule: LocalRule, client: LocalClient) -> Corrections | None:
+    """Begins a rule's local training; returns its correction of the gradients of every step."""
+    correct = rule.begin(client)
+    return correct if correct is None or isinstance(correct, LinearCorrection) else one_by_one(correct)
 
 
 def fedprox(
     client: LocalClient,
     *,
     mu: Annotated[float, ZERO_OR_MORE, "strength of the pull towards the received weights"] = 0.01,
-) -> Correction | None:
+) -> LinearCorrection | None:
     """FedProx: mu / 2 times the squared distance to the received weights is added to the loss (Li et al. 2020)."""
     return pull_towards(mu, client.received)
 
 
-LOCAL_RULES: Registry[Callable[[LocalClient], Correction | None] | LocalRule] = Registry(
+RuleFunction = Callable[[LocalClient], Correction | LinearCorrection | None]
+"""A rule without tensors of its own."""
+
+LOCAL_RULES: Registry[RuleFunction | LocalRule] = Registry(
     "local rule", Shipped({"sgd": sgd, "fedprox": fedprox}), ("client",), made=True
 )
 
@@ -245,10 +290,10 @@ class _Simple(LocalRule):
     needs_whole_change = False
     sends_only_change = True
 
-    def __init__(self, function: Callable[[LocalClient], Correction | None]) -> None:
+    def __init__(self, function: RuleFunction) -> None:
         self.function = function
 
-    def begin(self, client: LocalClient) -> Correction | None:
+    def begin(self, client: LocalClient) -> Correction | LinearCorrection | None:
         return self.function(client)
 
 
@@ -260,19 +305,21 @@ class _Own(LocalRule):
         self.server, self.extra_passes, self.refuses = rule.server, rule.extra_passes, rule.refuses  # type: ignore[method-assign]
         self.needs_whole_change, self.sends_only_change = rule.needs_whole_change, rule.sends_only_change
 
-    def begin(self, client: LocalClient) -> Correction | None:
+    def begin(self, client: LocalClient) -> Correction | LinearCorrection | None:
         with blaming("local rule", self.name):
             correct = self.rule.begin(client)
-        if correct is not None and not callable(correct):
+        if correct is None or isinstance(correct, LinearCorrection):
+            return correct
+        if not callable(correct):
             raise PluginError(f"local rule {self.name!r} gives {correct!r:.60}: give a {CORRECTION}, or None")
 
         def blamed(name: str, parameter: Tensor, gradient: Tensor) -> None:
             with blaming("local rule", self.name):
-                returned: object = correct(name, parameter, gradient)  # type: ignore[misc]
+                returned: object = correct(name, parameter, gradient)
             if returned is not None and returned is not gradient:
                 raise PluginError(f"local rule {self.name!r} has a correction that gives something back: {IN_PLACE}")
 
-        return None if correct is None else blamed
+        return blamed
 
     def end(self, client: LocalClient) -> None:
         with blaming("local rule", self.name):

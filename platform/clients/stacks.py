@@ -24,13 +24,20 @@ from torch.func import vmap
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, client_of, own_copy, places_of
 from fedloom.platform.clients.device import check_device, peak_memory_bytes, reset_peak_memory
-from fedloom.platform.clients.local_rules import LocalClient, LocalRule, local_client, local_rule
+from fedloom.platform.clients.local_rules import (
+    LinearCorrection,
+    LocalClient,
+    LocalRule,
+    begun,
+    local_client,
+    local_rule,
+)
 from fedloom.platform.clients.networks import Network, Subnet, in_task
 from fedloom.platform.clients.objectives import IGNORED, LastPosition, Objective, TopK
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, received
 from fedloom.platform.clients.training import (
     SGD,
-    Correction,
+    Corrections,
     LocalSGD,
     Samples,
     Seen,
@@ -215,7 +222,7 @@ class Member:
     generator: torch.Generator
     rule: LocalRule
     client: LocalClient
-    correct: Correction | None
+    correct: Corrections | None
 
 
 @dataclass
@@ -292,7 +299,7 @@ def _member(
     client = local_client(worker, assignment, network, weights, samples, local, parameters)
     generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
     rule = local_rule(local.rule)
-    return Member(assignment, start, samples, generator, rule, client, rule.begin(client))
+    return Member(assignment, start, samples, generator, rule, client, begun(rule, client))
 
 
 # -- vectorised training ----------------------------------------------------------------------------------------------
@@ -306,7 +313,9 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
     members = stack.members
     labels = [stack.data[1][m.start : m.start + m.samples] if local.balanced else None for m in members]
     batches = [
-        batch_indices(m.samples, local.batch_size, local.epochs, m.generator, balanced=of)
+        itertools.islice(
+            batch_indices(m.samples, local.batch_size, local.epochs, m.generator, balanced=of), local.steps
+        )
         for m, of in zip(members, labels, strict=True)
     ]
     augment = augmentation(local.augment)
@@ -325,7 +334,8 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
         for k, measured in enumerate(zip(*live.step(x, y, objective), strict=True)):
             seen[k].record(*measured, len(parts[k]))
         momentum = live.momentum
-    return [part.summed_up(len(part.losses), m.samples * local.epochs) for part, m in zip(seen, members, strict=True)]
+    sizes = [sum(batch_sizes(m.samples, local)) for m in members]
+    return [part.summed_up(len(part.losses), size) for part, size in zip(seen, sizes, strict=True)]
 
 
 def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> Samples:
@@ -353,6 +363,8 @@ class _Live:
         self._parameters = {n: t[:at_work].detach().requires_grad_() for n, t in stack.parameters.items()}
         self._buffers = {name: t[:at_work] for name, t in stack.buffers.items()}
         self._corrections = [member.correct for member in stack.members[:at_work]]
+        linear = [correct for correct in self._corrections if isinstance(correct, LinearCorrection)]
+        self._at_once = stacked_correction(linear) if len(linear) == at_work else None
         unclipped = LocalSGD(1, 1, local.lr, local.momentum, local.weight_decay)
         self._sgd = SGD(unclipped, self._parameters).resume({n: buffer[:at_work] for n, buffer in momentum.items()})
 
@@ -377,10 +389,16 @@ class _Live:
         return losses.detach(), correct, squares
 
     def _correct(self) -> None:
+        names, parameters = list(self._parameters), [parameter.detach() for parameter in self._parameters.values()]
+        gradients = [gradient_of(parameter) for parameter in self._parameters.values()]
+        if self._at_once is not None:
+            self._at_once(names, parameters, gradients)
         for k, correct in enumerate(self._corrections):
-            if correct is not None:
-                for name, parameter in self._parameters.items():
-                    correct(name, parameter.detach()[k], gradient_of(parameter)[k])
+            if isinstance(correct, LinearCorrection) and self._at_once is not None:
+                if correct.steps is not None:
+                    correct.steps.update(names)
+            elif correct is not None:
+                correct(names, [p[k] for p in parameters], [g[k] for g in gradients])
 
     def _clip(self) -> None:
         """Limits the norm of every client's gradient, as `torch.nn.utils.clip_grad_norm_` does for one."""
@@ -389,3 +407,12 @@ class _Live:
         shares = (self._clip_norm / (norms + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(shares.unsqueeze(1))
+
+
+def stacked_correction(of_members: Sequence[LinearCorrection]) -> LinearCorrection:
+    """The corrections of clients with the same rule, as one of their stacked parameters (K, ...)."""
+
+    def stacked(of: Callable[[LinearCorrection], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack([of(correct)[name] for correct in of_members]) for name in of(of_members[0])}
+
+    return LinearCorrection(stacked(lambda c: c.offsets), of_members[0].strength, stacked(lambda c: c.anchors))

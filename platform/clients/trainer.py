@@ -15,7 +15,7 @@ from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.processors import Message, Processors, Traffic, expected_traffic, sent
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
 from fedloom.platform.clients.assignments import Assignment, ClientResult, ClientState, TaskError, client_of, places_of
-from fedloom.platform.clients.local_rules import STATE, LocalClient, gradients_at, local_client, local_rule
+from fedloom.platform.clients.local_rules import STATE, LocalClient, begun, gradients_at, local_client, local_rule
 from fedloom.platform.clients.networks import in_task, rows_of_classes
 from fedloom.platform.clients.scoring import validation_scores
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, Trained, batch_sizes, train_locally
@@ -146,7 +146,7 @@ def train_network(
     client = local_client(worker, assignment, network, weights, len(data[1]), local, parameters)
     if rule.extra_passes:
         client.gradients = partial(gradients_at, worker, assignment, network, weights, data, local)
-    sgd = SGD(local, parameters, rule.begin(client))
+    sgd = SGD(local, parameters, begun(rule, client))
 
     worker.set_mode(network.module, training=True)
     generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))

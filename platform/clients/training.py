@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
-from fedloom.platform.data.on_device import upload
+from fedloom.platform.data.on_device import moved, upload
 from fedloom.platform.plugins import ComponentSpec
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ Loss = Callable[["Objective", Tensor, Tensor], Tensor]
 
 Correction = Callable[[str, Tensor, Tensor], None]
 """Changes a parameter's gradient in place before a step; called with (name, parameter, gradient)."""
+
+Corrections = Callable[[list[str], list[Tensor], list[Tensor]], None]
+"""Changes the gradients of all parameters that a step reaches; called with names, parameters, gradients."""
 
 
 @dataclass(frozen=True)
@@ -194,14 +197,16 @@ class Seen:
             numbers = [torch.as_tensor(t, dtype=torch.float64, device=self.device) for t in self.targets]
             counts = torch.stack(numbers)
         else:  # known without the data: one copy
-            counts = torch.tensor(self.targets, dtype=torch.float64, device=self.device)
-        total = counts.sum().item()
+            counts = upload(torch.tensor(self.targets, dtype=torch.float64), self.device)
+        sums = [counts.sum(), torch.dot(torch.stack(self.losses).double(), counts), torch.stack(self.correct).sum()]
+        sums += [torch.stack(self.squares).sum()] if self.norm else []
+        total, loss, correct, *squares = torch.stack([s.double() for s in sums]).cpu().tolist()
         return Trained(
             steps=steps,
             seen_samples=samples,
-            loss=torch.dot(torch.stack(self.losses).double(), counts).item() / total,
-            accuracy=torch.stack(self.correct).sum().item() / total,
-            loss_norm=math.sqrt(torch.stack(self.squares).sum().item() / total) if self.norm else None,
+            loss=loss / total,
+            accuracy=correct / total,
+            loss_norm=math.sqrt(squares[0] / total) if self.norm else None,
         )
 
 
@@ -210,7 +215,6 @@ class Step(Protocol):
 
     def step(self) -> None:
         """Applies the gradients and clears them."""
-        ...
 
 
 class SGD:
@@ -225,19 +229,18 @@ class SGD:
     FedorAS trained with 1.13.1 (requirements.txt of their code), where operators moved 1.5 to 3.5 times as far.
     """
 
-    def __init__(self, local: LocalSGD, parameters: Mapping[str, Tensor], correct: Correction | None = None) -> None:
-        """`correct` changes every gradient before a step."""
+    def __init__(self, local: LocalSGD, parameters: Mapping[str, Tensor], correct: Corrections | None = None) -> None:
+        """`correct` changes the gradients before a step."""
         self.local, self.correct = local, correct
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         self._buffers: dict[int, Tensor | None] = {}
         for parameter in self.parameters:
             parameter.grad = None
 
-    def resume(self, momentum: Mapping[str, Tensor], correct: Correction | None = None) -> SGD:
+    def resume(self, momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> SGD:
         """Goes on with the momentum buffers of an earlier training, and with another correction if one is given."""
-        for i, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            if name in momentum:
-                self._buffers[i] = momentum[name].to(parameter.device)
+        buffers = moved(momentum, self.parameters[0].device) if momentum else {}
+        self._buffers.update((i, buffers[name]) for i, name in enumerate(self.names) if name in buffers)
         self.correct = self.correct if correct is None else correct
         return self
 
@@ -252,15 +255,15 @@ class SGD:
         local = self.local
         touched = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         parameters = [self.parameters[i] for i in touched]
-        if self.correct is not None:
-            for i in touched:
-                self.correct(self.names[i], self.parameters[i], gradient_of(self.parameters[i]))
+        gradients = [gradient_of(p) for p in parameters]
+        if self.correct is not None and touched:
+            self.correct([self.names[i] for i in touched], parameters, gradients)
         if local.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(parameters, local.clip_norm)
         buffers = [self._buffers.get(i) for i in touched]
         sgd(
             parameters,
-            [gradient_of(p) for p in parameters],
+            gradients,
             buffers,
             foreach=len(parameters) > 4,
             lr=local.lr,
@@ -272,11 +275,11 @@ class SGD:
         )
         if local.momentum:
             self._buffers.update(zip(touched, buffers, strict=True))
+        if local.idle_momentum:
+            torch._foreach_zero_(gradients)
+            return
         for parameter in parameters:
-            if local.idle_momentum:
-                gradient_of(parameter).zero_()
-            else:
-                parameter.grad = None
+            parameter.grad = None
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fedloom.platform.clients.device import Kernels, set_up_process
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.data.federated import FederatedData
-from fedloom.platform.data.on_device import upload
+from fedloom.platform.data.on_device import moved
 from fedloom.platform.data.source import LabelSet
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream
@@ -159,14 +159,14 @@ class Worker:
         if module is self.__dict__.get("supernet"):  # if it has been built
             self._loaded = None
         tensors = self.tensors_of(module)
-        loaded = {}
-        for name, piece in slices.items():
-            loaded[name] = tensors[name].copy_(piece.of(weights[piece.source]))
+        loaded = {name: tensors[name] for name in slices}
+        received = moved({name: piece.of(weights[piece.source]) for name, piece in slices.items()}, self.device)
+        torch._foreach_copy_(list(loaded.values()), list(received.values()))
         return loaded
 
     def uploaded(self, weights: Weights) -> Weights:
         """Shared weights on the worker's device, from which the slices of all clients are cut there."""
-        return {name: upload(tensor, self.device) for name, tensor in weights.items()}
+        return moved(weights, self.device)
 
     def load_whole(self, weights: Weights, version: object) -> nn.Module:
         """The supernet module with all shared weights, copied only when `version` changes."""

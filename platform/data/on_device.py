@@ -1,6 +1,6 @@
 """Samples on an accelerator: copies that nobody waits for, and data sets that are uploaded once, as they are stored."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,27 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     A plain copy waits until the GPU has done all that was queued before, because the memory that it reads from may
     be moved or freed. Pinned memory is not, and torch re-uses it only after the copy.
     """
-    if device.type != "cuda" or tensor.is_cuda:
+    if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Tensors on another device, by one copy per type instead of one per tensor; those that are there stay themselves.
+
+    The moved ones of a type are views of the same memory.
+    """
+    there, away = dict(tensors), dict[torch.dtype, list[str]]()
+    for name, tensor in tensors.items():
+        if tensor.device.type != device.type:
+            away.setdefault(tensor.dtype, []).append(name)
+    for names in away.values():
+        together = torch.cat([tensors[name].reshape(-1) for name in names])
+        parts = torch.split(upload(together, device), [tensors[name].numel() for name in names])
+        there.update((name, part.view(tensors[name].shape)) for name, part in zip(names, parts, strict=True))
+    return there
 
 
 class OnDevice:

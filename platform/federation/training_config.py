@@ -15,7 +15,7 @@ from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, serve, server_traits
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, weighting_rule, weighting_traits
-from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, local_rule, place_of, refuse_parts
+from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, begun, local_rule, place_of, refuse_parts
 from fedloom.platform.clients.training import PLAIN, LocalSGD
 from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, coloured
 from fedloom.platform.federation.selection import SELECTION_RULES, check_selection, selection_traits
@@ -342,12 +342,12 @@ def _try_local(local: ComponentSpec) -> None:
         slices = {PARAMETER: Slice(PARAMETER)}
         sgd = LocalSGD(1, 2, 0.1)
         client = LocalClient(0, round_, 2, 1, sgd, {PARAMETER: parameter}, slices, weights, state)
-        correct = rule.begin(client)
+        correct = begun(rule, client)
         (parameter.square().sum() / 2).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             if correct is not None:
                 assert parameter.grad is not None, "the loss reached it"
-                correct(PARAMETER, parameter, parameter.grad)
+                correct([PARAMETER], [parameter], [parameter.grad])
             rule.end(client)
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             raise PluginError(f"local rule {local.name!r} makes a gradient that is not finite")

@@ -68,7 +68,6 @@ def training(
     """Federated training of one architecture; `model` names the stage, its tensor group and the model."""
     check_training(config.train, "method.train", world.num_clients)
     subnet = subnet_of(config, world)
-    score = score or ScoreSubnet(subnet, model, "validation")
     return TrainingStage(
         *(world, config.train, rules_of(config.train, "method.train")),
         name=model,
@@ -76,7 +75,7 @@ def training(
         initial=from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), model),
         tasks=to_all(partial(client, subnet)),
         eligible=world.clients_from_tier(config.tier, subnet.architecture),
-        score=lambda _state: [score],
+        score=lambda _state: [score or ScoreSubnet(subnet, model, "validation")],
         macs=lambda _state: world.macs_table.cost(subnet.architecture),
     )
 

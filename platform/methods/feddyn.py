@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from fedloom.platform.averaging.server import ServerTraits
-from fedloom.platform.clients.local_rules import LocalClient, LocalRule
+from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient, LocalRule
 from fedloom.platform.plugins import declares
 from fedloom.platform.settings import POSITIVE
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedloom.platform.averaging.server import ServerStep
-    from fedloom.platform.clients.training import Correction
 
 GRADIENT, SHIFT = "gradient", "shift"
 
@@ -37,14 +36,10 @@ class FedDyn(LocalRule):
     def __init__(self, *, alpha: Annotated[float, POSITIVE, "FedDyn's strength of the regularisation"] = 0.01) -> None:
         self.alpha = alpha
 
-    def begin(self, client: LocalClient) -> Correction:
+    def begin(self, client: LocalClient) -> LinearCorrection:
         """The gradient of the regulariser is added to that of the loss."""
-        gradients = {name: client.kept(GRADIENT, name) for name in client.parameters}
-
-        def correct(name: str, parameter: Tensor, gradient: Tensor) -> None:
-            gradient.sub_(gradients[name]).add_(parameter - client.received[name], alpha=self.alpha)
-
-        return correct
+        offsets = {name: -client.kept(GRADIENT, name) for name in client.parameters}
+        return LinearCorrection(offsets, self.alpha, client.received)
 
     def end(self, client: LocalClient) -> None:
         """g_k <- g_k - alpha (theta_k - theta_server)."""

@@ -14,14 +14,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from fedloom.platform.averaging.server import ServerTraits
-from fedloom.platform.clients.local_rules import LocalClient, LocalRule
+from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient, LocalRule
 from fedloom.platform.plugins import declares
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedloom.platform.averaging.server import ServerStep
-    from fedloom.platform.clients.training import Correction
 
 
 def total_weight(steps: int, momentum: float) -> float:
@@ -37,14 +36,10 @@ class FedNova(LocalRule):
     server = "fednova"
     needs_whole_change = False  # nothing is kept: the mean of normalised changes is as good of those that are sent
 
-    def begin(self, client: LocalClient) -> Correction:
+    def begin(self, client: LocalClient) -> LinearCorrection:
         """Gradients are not changed, only counted."""
         client.notes = steps = Counter[str]()
-
-        def count(name: str, _parameter: Tensor, _gradient: Tensor) -> None:
-            steps[name] += 1
-
-        return count
+        return LinearCorrection(steps=steps)
 
     def end(self, client: LocalClient) -> None:
         """Replaces the trained values by x + Delta_i / a_i; what no step has reached has not changed."""

@@ -152,7 +152,8 @@ def best_share(near: Tensor, predicted: Tensor, y: Tensor) -> float:
     """The share with the highest accuracy; ties go to the smallest, and without samples it is 0."""
     if len(y) == 0:
         return 0.0
-    accuracies = [score_of(share * near + (1 - share) * predicted, y).metric for share in SHARES]
+    mixed = [(share * near + (1 - share) * predicted).argmax(dim=1) for share in SHARES]
+    accuracies = torch.stack([(classes == y).double().mean() for classes in mixed]).cpu().tolist()
     return SHARES[accuracies.index(max(accuracies))]
 
 
@@ -160,8 +161,9 @@ def score_of(probabilities: Tensor, y: Tensor) -> Score:
     """Mean negative log-likelihood and accuracy of predicted probabilities."""
     if len(y) == 0:
         return Score(torch.nan, torch.nan, 0)
-    loss = F.nll_loss(probabilities.clamp_min(1e-12).log(), y).item()
-    return Score(loss, (probabilities.argmax(dim=1) == y).double().mean().item(), len(y))
+    losses, correct = F.nll_loss(probabilities.clamp_min(1e-12).log(), y), probabilities.argmax(dim=1) == y
+    loss, metric = torch.stack([losses.double(), correct.double().mean()]).cpu().tolist()
+    return Score(loss, metric, len(y))
 
 
 def stages(config: KnnPerConfig, world: World) -> list[Stage]:

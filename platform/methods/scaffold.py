@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
-from fedloom.platform.clients.local_rules import LocalClient, LocalRule
+from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient, LocalRule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedloom.platform.averaging.server import ServerStep
-    from fedloom.platform.clients.training import Correction, LocalSGD
+    from fedloom.platform.clients.training import LocalSGD
 
 CONTROL, OWN = "control", "own"
 
@@ -52,17 +52,12 @@ class Scaffold(LocalRule):
             return f"momentum={local.momentum:g}: option 2 takes x - y for the sum of the gradients; use momentum=0"
         return None
 
-    def begin(self, client: LocalClient) -> Correction:
+    def begin(self, client: LocalClient) -> LinearCorrection:
         """Every gradient is corrected by c - c_i."""
         gradient_at_x = client.gradients() if self.option == 1 else {}
         drift = {name: client.shared(CONTROL, name) - client.kept(OWN, name) for name in client.parameters}
         client.notes = (gradient_at_x, steps := Counter[str]())
-
-        def correct(name: str, _parameter: Tensor, gradient: Tensor) -> None:
-            steps[name] += 1
-            gradient.add_(drift[name])
-
-        return correct
+        return LinearCorrection(drift, steps=steps)
 
     def end(self, client: LocalClient) -> None:
         """Keeps c_i+ and sends c_i+ - c_i; a tensor that no step has reached keeps its c_i."""

@@ -33,7 +33,7 @@ from fedloom.platform.clients.trainer import (
     trained_outcome,
     update_of,
 )
-from fedloom.platform.clients.training import SGD, Correction, LocalSGD, Samples, batch_indices
+from fedloom.platform.clients.training import SGD, Corrections, LocalSGD, Samples, batch_indices
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.augment import augmentation
 from fedloom.platform.data.on_device import upload
@@ -241,7 +241,7 @@ def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) 
             yield (x_B if augment is None else augment(x_B, generator)), y_B
 
 
-def resumed(momentum: Mapping[str, Tensor], correct: Correction | None = None) -> Callable[[SGD], SGD]:
+def resumed(momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> Callable[[SGD], SGD]:
     """Makes SGD go on with the momentum of an earlier training, and with another correction (`SGD.resume`)."""
     return lambda sgd: sgd.resume(momentum, correct)
 

@@ -1,6 +1,7 @@
 """Local rules: FedProx by hand, parts of the shared weights, and what rules share, send and keep with the clients."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,15 @@ from torch.nn import functional as F
 
 from fedloom.platform.averaging.server import ServerStep
 from fedloom.platform.clients.assignments import Assignment
-from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, LocalRule, local_rule, place_of, pull_towards
+from fedloom.platform.clients.local_rules import (
+    LOCAL_RULES,
+    LinearCorrection,
+    LocalClient,
+    LocalRule,
+    local_rule,
+    place_of,
+    pull_towards,
+)
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, Correction, LocalSGD
@@ -397,3 +406,13 @@ def test_a_rule_that_does_not_do_its_work_is_named_before_anything_is_written(
     with pytest.raises(PluginError, match=f"local rule 'own_local:{name}' {message}") as caught:
         rules_of(TrainingConfig(local_rule=f"own_local:{name}"), "method.train")
     assert "\n" not in str(caught.value)
+
+
+def test_a_linear_correction_is_an_offset_and_a_pull_towards_an_anchor() -> None:
+    steps = Counter[str]()
+    correct = LinearCorrection({"w": torch.tensor([0.5, -0.5])}, 2.0, {"w": torch.tensor([1.0, 2.0])}, steps)
+    gradient = torch.tensor([1.0, 2.0])
+    correct(["w"], [torch.tensor([3.0, 3.0])], [gradient])
+    # (1, 2) + (0.5, -0.5) + 2 ((3, 3) - (1, 2))
+    assert gradient.tolist() == [5.5, 3.5]
+    assert steps == {"w": 1}

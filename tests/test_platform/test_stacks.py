@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fedloom.platform.clients import stacks
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
-from fedloom.platform.clients.local_rules import LocalClient
-from fedloom.platform.clients.stacks import layers_stack
+from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient
+from fedloom.platform.clients.stacks import layers_stack, stacked_correction
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.artefact import IntArray
@@ -187,6 +187,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped": {"clip_norm": 0.5, "momentum": 0.5, "loss_norms": True},
     "fedprox": {"local_rule": "fedprox", "options": {"mu": 0.3}},
     "balanced": {"balanced": True},
+    "feddyn": {"local_rule": "feddyn", "server": "feddyn", "options": {"alpha": 0.3}},
 }
 
 
@@ -206,6 +207,22 @@ def test_batch_norms_train_as_if_alone_and_are_stacked_by_size(round_of: Any) ->
     assert_close(alone, together_)
     assert alone.weights["norm.running_mean"].abs().sum() > 0
     assert together_.weights["norm.num_batches_tracked"] == alone.weights["norm.num_batches_tracked"] == 8
+
+
+def test_corrections_of_a_stack_are_those_of_its_clients() -> None:
+    draw = torch.Generator().manual_seed(1)
+    shapes = {"weight": (2, 3), "bias": (2,)}
+    tensors = [{n: torch.randn(s, generator=draw) for n, s in shapes.items()} for _ in range(12)]
+    of_members = [LinearCorrection(tensors[k], 0.3, tensors[3 + k]) for k in range(3)]
+    names = list(shapes)
+    stacked = {n: torch.stack([of[n] for of in tensors[6:9]]) for n in names}
+    gradients = {n: torch.stack([of[n] for of in tensors[9:]]) for n in names}
+    stacked_correction(of_members)(names, list(stacked.values()), list(gradients.values()))
+    for k, correct in enumerate(of_members):
+        alone = {n: t.clone() for n, t in tensors[9 + k].items()}
+        correct(names, list(tensors[6 + k].values()), list(alone.values()))
+        for name in names:
+            assert torch.equal(gradients[name][k], alone[name])
 
 
 @pytest.mark.parametrize("space", ["dropout", "branching"])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.clients.evaluation import evaluate
+from fedloom.platform.clients.local_rules import one_by_one
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.training import SGD, LocalSGD, Trained, batch_indices, epoch_sizes, train_locally
 from fedloom.platform.data.augment import NO_AUGMENTATION
@@ -122,7 +123,7 @@ def test_a_correction_is_part_of_the_gradient_that_is_clipped() -> None:
         seen.append((name, gradient.tolist()))
         gradient.add_(torch.tensor([2.0, 4.0]) - parameter)
 
-    sgd = SGD(local, {"w": weight}, correct)
+    sgd = SGD(local, {"w": weight}, one_by_one(correct))
     weight.backward(torch.tensor([1.0, 0.0]))
     sgd.step()
     # (1, 0) + (2, 4) is (3, 4), of the norm 5: clipped to (0.6, 0.8).

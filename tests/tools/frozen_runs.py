@@ -230,9 +230,9 @@ def compare(old: Path, new: Path) -> bool:
         pair = (folder, new / folder.name)
         told = [*_table_differences(*pair), *_tensor_differences(*pair), *_text_differences(*pair)]
         same &= not told
-        print(f"{folder.name}: {'identical' if not told else ''}")  # noqa: T201
+        print(f"{folder.name}: {'identical' if not told else ''}")
         for line in told:
-            print(f"    {line}")  # noqa: T201
+            print(f"    {line}")
     return same
 
 
