@@ -3,6 +3,7 @@
 The first chunk of each kind of work runs on a fake device (see `tools.fake_device`) before it runs in earnest.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.worker import Worker
-from tools.fake_device import FAMILIES, Work, family, first_work_of, work_of
+from tools.fake_device import FAMILIES, PAPERS, Work, family, first_work_of, work_of
 from tools.frozen_runs import RUNS
 
 MOST_WAITS = 9
@@ -27,9 +28,18 @@ def done(tmp_path: Path, *overrides: str) -> list[Work]:
     return work_of(compose_config([*overrides, "executor.kind=serial", f"results={tmp_path / 'results'}"]))
 
 
-@pytest.mark.parametrize(
-    "name", [*FAMILIES[:13], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[13:])]
+needs_data = pytest.mark.skipif(
+    not os.environ.get("FEDLOOM_DATA"), reason="needs CIFAR-10 and Shakespeare: set FEDLOOM_DATA to their folder"
 )
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    slow = name in FAMILIES[14:] or name in ("fedoras_cifar10", "spider_cifar10")
+    data = name in PAPERS or name == "superfednas_shakespeare"
+    return [*([pytest.mark.slow] if slow else []), *([needs_data] if data else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
 def test_a_gpu_is_asked_for_no_more_than_it_has_to_be(name: str, tmp_path: Path) -> None:
     work = work_of(family(name, f"results={tmp_path / 'results'}"))
     assert any(w.steps for w in work), "something has trained"
@@ -44,6 +54,15 @@ def test_a_gpu_is_asked_for_no_more_than_it_has_to_be(name: str, tmp_path: Path)
             assert w.counts.copies <= MOST_COPIES * w.clients, (what, w.counts.events)
 
 
+@pytest.mark.parametrize("preset", [pytest.param(name, marks=marks(name)) for name in PAPERS])
+def test_a_papers_step_has_no_more_kernels_than_it_had(preset: str) -> None:
+    first = first_work_of(compose_config([f"experiment={preset}"]))
+    assert first.failures == []
+    assert first.waits_per_step == {}
+    assert 0 < first.kernels_per_step <= PAPERS[preset]
+
+
+@needs_data
 def test_randaugment_does_not_wait_and_costs_less_than_200_kernels() -> None:
     kernels = []
     for name in ("crop_flip_cutout", "crop_flip_randaugment_cutout"):

@@ -70,6 +70,7 @@ def spectrum(coefficients: np.ndarray, features: str) -> np.ndarray:
     return np.asarray(10 ** (fft.idct(np.concatenate([coefficients, rest]), axis=0, type=2, norm="ortho") / 10))
 
 
+@pytest.mark.slow
 @needs_librosa
 @pytest.mark.parametrize("features", BANDS)
 def test_noise_in_the_bands_is_as_loud_as_noise_in_the_sound(features: str) -> None:

@@ -378,6 +378,7 @@ def seconds_until(run_in_memory: Any, config: RunConfig, loss: float) -> float:
     return float(sum(took_s[: min(below)]))
 
 
+@pytest.mark.slow
 def test_oort_and_pyramidfl_reach_a_loss_in_less_simulated_time_than_uniform(
     tiny_config: Make, run_in_memory: Any
 ) -> None:

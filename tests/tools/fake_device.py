@@ -5,7 +5,7 @@ refuses what mixes devices, and a dispatch mode counts what a GPU would have to 
 which the processor waits for it. Nothing is computed, so that figures are exact and a GPU is not needed; what depends
 on values (which branch, how long) takes the branch of ones.
 
-    PYTHONPATH=tests python -m tools.fake_device [NAME ...]     the table of these families, by default of all
+    PYTHONPATH=tests python -m tools.fake_device [NAME ...]     the table of these runs and presets, by default of all
 
 The device is called `lazy:0`, a type of torch's that no build uses: fake tensors of it have gradients, those of `cuda`
 need a driver for that.
@@ -46,10 +46,21 @@ ROOT = str(Path(__file__).parents[2])
 
 FAMILIES = (
     *("fedoras", "superfednas", "multi_stage", "spider", "fedpnas", "fedmn", "ditto", "knn_per", "depthfl"),
-    *("fedavg_private", "fedavg_secure", "scaffold", "superfednas_shakespeare"),
+    *("fedavg_private", "fedavg_secure", "scaffold", "superfednas_shakespeare", "heterofl"),
     *("fedoras_tasks", "milenas", "fednas", "per_fedavg", "local_adaptation", "global_nas", "zerofl", "feddyn"),
 )
 """Frozen runs that together have every kind of work; those of the last row have little that the others lack."""
+PAPERS = {
+    "fedoras_cifar10": 850,
+    "fedoras_shakespeare": 3050,
+    "superfednas_cifar10": 290,
+    "superfednas_shakespeare_450": 270,
+    "spider_cifar10": 3650,
+    "ditto_cifar10": 320,
+    "heterofl_cifar10": 370,
+    "zerofl_cifar10": 400,
+}
+"""Presets in the papers' sizes, and the most kernels that a step of theirs may have."""
 STEPS = 3
 """Steps of a client on the device: all are alike."""
 NO_KERNEL = frozenset(
@@ -168,6 +179,10 @@ class _Counting(TorchDispatchMode):
             if on_device:
                 self._note("nonzero")
             return torch.zeros((1, args[0].dim()), dtype=torch.int64, device=args[0].device)
+        if name == "index" and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
+            (mask,) = args[1]
+            self._note("nonzero")
+            return torch.zeros((1, *args[0].shape[mask.dim() :]), dtype=args[0].dtype, device=args[0].device)
         if name == "_unique2" and on_device:
             self._note("unique")
             one = torch.zeros((1,), dtype=args[0].dtype, device=DEVICE)
@@ -367,12 +382,15 @@ def first_work_of(config: RunConfig) -> Work:
 
 
 def main(names: Sequence[str]) -> None:
-    """Prints what the first training of each family asks of a device."""
+    """Prints what the first training of each run or preset asks of a device."""
     print("| run | kernels per step | waits per step | waits per client | copies per client |")
     print("|---|---|---|---|---|")
-    for name in names or FAMILIES:
+    for name in names or (*FAMILIES, *PAPERS):
         with TemporaryDirectory() as results:
-            first = next(work for work in work_of(family(name, f"results={results}")) if work.steps)
+            if name in PAPERS:
+                first = first_work_of(compose_config([f"experiment={name}"]))
+            else:
+                first = next(work for work in work_of(family(name, f"results={results}")) if work.steps)
         waits = sum(first.waits_per_step.values()) / len(first.steps)
         copies = first.counts.copies / first.clients
         print(
