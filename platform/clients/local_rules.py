@@ -226,19 +226,19 @@ def sgd(client: LocalClient) -> Correction | None:
 class LinearCorrection:
     """The correction gradient + offset + strength (parameter - anchor) of all parameters at once: few kernels per step.
 
-    A parameter without a gradient in a step (such as one behind a zero operator) is not changed. `steps`, if given,
-    counts every parameter's steps.
+    A parameter without a gradient in a step (such as one behind a zero operator) is not changed. `steps` count every
+    parameter's steps.
     """
 
     offsets: Mapping[str, Tensor] = field(default_factory=dict)
     strength: float = 0.0
     anchors: Mapping[str, Tensor] = field(default_factory=dict)
-    steps: Counter[str] | None = None
+    steps: tuple[Counter[str], ...] = ()
 
     def __call__(self, names: list[str], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Changes the gradients in place."""
-        if self.steps is not None:
-            self.steps.update(names)
+        for counter in self.steps:
+            counter.update(names)
         if self.offsets:
             torch._foreach_add_(gradients, [self.offsets[name] for name in names])
         if self.strength:

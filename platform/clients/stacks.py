@@ -393,11 +393,9 @@ class _Live:
         gradients = [gradient_of(parameter) for parameter in self._parameters.values()]
         if self._at_once is not None:
             self._at_once(names, parameters, gradients)
+            return
         for k, correct in enumerate(self._corrections):
-            if isinstance(correct, LinearCorrection) and self._at_once is not None:
-                if correct.steps is not None:
-                    correct.steps.update(names)
-            elif correct is not None:
+            if correct is not None:
                 correct(names, [p[k] for p in parameters], [g[k] for g in gradients])
 
     def _clip(self) -> None:
@@ -415,4 +413,6 @@ def stacked_correction(of_members: Sequence[LinearCorrection]) -> LinearCorrecti
     def stacked(of: Callable[[LinearCorrection], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.stack([of(correct)[name] for correct in of_members]) for name in of(of_members[0])}
 
-    return LinearCorrection(stacked(lambda c: c.offsets), of_members[0].strength, stacked(lambda c: c.anchors))
+    offsets, anchors = stacked(lambda correct: correct.offsets), stacked(lambda correct: correct.anchors)
+    steps = tuple(counter for correct in of_members for counter in correct.steps)
+    return LinearCorrection(offsets, of_members[0].strength, anchors, steps)

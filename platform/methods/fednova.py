@@ -39,7 +39,7 @@ class FedNova(LocalRule):
     def begin(self, client: LocalClient) -> LinearCorrection:
         """Gradients are not changed, only counted."""
         client.notes = steps = Counter[str]()
-        return LinearCorrection(steps=steps)
+        return LinearCorrection(steps=(steps,))
 
     def end(self, client: LocalClient) -> None:
         """Replaces the trained values by x + Delta_i / a_i; what no step has reached has not changed."""

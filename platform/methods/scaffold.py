@@ -57,7 +57,7 @@ class Scaffold(LocalRule):
         gradient_at_x = client.gradients() if self.option == 1 else {}
         drift = {name: client.shared(CONTROL, name) - client.kept(OWN, name) for name in client.parameters}
         client.notes = (gradient_at_x, steps := Counter[str]())
-        return LinearCorrection(drift, steps=steps)
+        return LinearCorrection(drift, steps=(steps,))
 
     def end(self, client: LocalClient) -> None:
         """Keeps c_i+ and sends c_i+ - c_i; a tensor that no step has reached keeps its c_i."""

@@ -410,7 +410,7 @@ def test_a_rule_that_does_not_do_its_work_is_named_before_anything_is_written(
 
 def test_a_linear_correction_is_an_offset_and_a_pull_towards_an_anchor() -> None:
     steps = Counter[str]()
-    correct = LinearCorrection({"w": torch.tensor([0.5, -0.5])}, 2.0, {"w": torch.tensor([1.0, 2.0])}, steps)
+    correct = LinearCorrection({"w": torch.tensor([0.5, -0.5])}, 2.0, {"w": torch.tensor([1.0, 2.0])}, (steps,))
     gradient = torch.tensor([1.0, 2.0])
     correct(["w"], [torch.tensor([3.0, 3.0])], [gradient])
     # (1, 2) + (0.5, -0.5) + 2 ((3, 3) - (1, 2))
