@@ -22,7 +22,8 @@ import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Coverage, TensorSum, Update, WeightedSums
 from fedloom.platform.clients.assignments import ClientResult
-from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_chunk
+from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_chunk, without_memory
+from fedloom.platform.clients.device import is_out_of_memory
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.runs.source_code import source_hash, sources_of
@@ -113,9 +114,18 @@ class ClientActor:
         # Some builds of torch keep the thread count per calling thread.
         torch.set_num_threads(self.worker.spec.threads)
         if self._weights is None or self._weights.version != version:
+            self._weights = None  # the device need not have room for both versions
             arrays: Arrays = ray.get(weights_ref[0])
-            self._weights = SharedWeights(self.worker.uploaded(to_tensors(arrays)), version)
-        result = run_chunk(self.worker, chunk, self._weights, self._begins)
+            shared = SharedWeights(to_tensors(arrays), version)
+            try:
+                self._weights = shared = replace(shared, tensors=self.worker.uploaded(shared.tensors))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                chunk = without_memory(chunk, error)
+        else:
+            shared = self._weights
+        result = run_chunk(self.worker, chunk, shared, self._begins)
         self._at = None
         return pack(result)
 

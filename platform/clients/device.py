@@ -140,6 +140,17 @@ class DeviceLostError(RuntimeError):
     """The process's device fails, and with it all its further work: another process has to repeat the work."""
 
 
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
+"""What torch's, cuBLAS's and cuDNN's errors of too little memory say; only torch's own have a class."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory, or a process's share of it, did not suffice."""
+    text = " ".join(map(str, error.args)) if isinstance(error, RuntimeError) else ""
+    is_gpus = "CUDA" in text or "CUBLAS" in text or "CUDNN" in text
+    return isinstance(error, torch.OutOfMemoryError) or (is_gpus and any(words in text for words in _NO_MEMORY))
+
+
 def check_device(error: BaseException) -> None:
     """Raises DeviceLostError for an error after which a process cannot use its device any more, or one caused by it.
 
@@ -150,7 +161,6 @@ def check_device(error: BaseException) -> None:
         text = " ".join(map(str, cause.args))  # a user's exception may fail to say what it is
         # torch before 2.8 has no AcceleratorError and raises a RuntimeError with the same text.
         sticks = type(cause).__name__ == "AcceleratorError" or text.startswith("CUDA error:")
-        is_memory = "out of memory" in text or "ALLOC_FAILED" in text
-        if isinstance(cause, RuntimeError) and sticks and not is_memory:
+        if isinstance(cause, RuntimeError) and sticks and not is_out_of_memory(cause):
             raise DeviceLostError(f"{type(cause).__name__}: {next(iter(text.splitlines()), '')}") from error
         cause = cause.__cause__

@@ -20,10 +20,10 @@ import torch
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult, TaskError, own_copy
-from fedloom.platform.clients.device import check_device, peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.device import check_device, is_out_of_memory, peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
-from fedloom.platform.clients.stacks import Stacked, train_in_stacks
+from fedloom.platform.clients.stacks import Stacked, StackedTask, train_in_stacks
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
@@ -126,6 +126,17 @@ def run_chunk(
     return chunk_result
 
 
+def without_memory(chunk: Chunk, error: RuntimeError) -> Chunk:
+    """The chunk whose clients fail with this error, because the weights that they read found no room on the device.
+
+    Clients that drop out do so all the same.
+    """
+    error.__context__ = None  # its frames hold what was uploaded
+    failing = StackedTask(error.with_traceback(None))
+    assignments = tuple(a if a.dropped else replace(a, task=failing) for a in chunk.assignments)
+    return replace(chunk, assignments=assignments, stack=1)
+
+
 def run_assignment(
     worker: Worker, assignment: Assignment, weights: SharedWeights, sums: Sums, attempts: int = 1
 ) -> ClientResult:
@@ -170,7 +181,7 @@ def _why(error: BaseException) -> tuple[str, str | None]:
         return str(error), None
     # The row's error must not depend on file paths; the traceback has a column of its own.
     named = _message(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {_message(error)}"
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         named = OUT_OF_MEMORY  # torch's own words are numbers of bytes, and stay in the traceback
     first_line = (named.splitlines() or [type(error).__name__])[0]
     first_line += place_in_own(error) if raised_by_own(error) else ""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, client_of, own_copy, places_of
-from fedloom.platform.clients.device import check_device, peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.device import check_device, is_out_of_memory, peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.local_rules import (
     LinearCorrection,
     LocalClient,
@@ -195,7 +195,9 @@ def train_in_stacks(
             results: Sequence[ClientResult | Exception | None]
             try:
                 results = _train(worker, [assignments[i] for i in places], weights)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 error.__context__ = None  # its frames hold the stack's tensors, whose memory the next stack needs
                 results = [error.with_traceback(None)] * len(places)
             for i, result in zip(places, results, strict=True):

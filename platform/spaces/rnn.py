@@ -197,9 +197,12 @@ class Lstm(_Gated):
     gates = 4
 
     def forward(self, x: Tensor) -> Tensor:
-        start, weights = self._as_torch(x)
-        y: Tensor = torch.lstm(x, (start, start), weights, True, 1, 0.0, self.training, False, True)[0]
-        return y
+        def layer(x: Tensor) -> Tensor:
+            start, weights = self._as_torch(x)
+            y: Tensor = torch.lstm(x, (start, start), weights, True, 1, 0.0, self.training, False, True)[0]
+            return y
+
+        return layer(x) if x.device.type == "cpu" else _in_float32(layer, x)
 
 
 class Gru(_Gated):
@@ -209,9 +212,13 @@ class Gru(_Gated):
 
     def forward(self, x: Tensor) -> Tensor:
         if not _on_processor(x):
-            start, weights = self._as_torch(x)
-            y: Tensor = torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)[0]
-            return y
+
+            def layer(x: Tensor) -> Tensor:
+                start, weights = self._as_torch(x)
+                y: Tensor = torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)[0]
+                return y
+
+            return layer(x) if x.device.type == "cpu" else _in_float32(layer, x)
         return _over_time(GruSteps.apply, self._inputs(x), self.weight_hidden, self.bias_hidden)
 
 
@@ -241,6 +248,15 @@ class QuasiRnn(_Gated):
 def _on_processor(x: Tensor) -> bool:
     """Whether gradients of our own are of use: not where a graph is exported or only shapes are wanted."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _in_float32(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """One of cuDNN's recurrent layers: whatever type autocast is given, it makes float16 of them.
+
+    Without a scaled loss their gradients would underflow. Source: ATen/cudnn/AutocastRNN.cpp.
+    """
+    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
+        return layer(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
 
 
 def _over_time(steps: Callable[..., Any], *tensors: Any, over: int = 1) -> Tensor:

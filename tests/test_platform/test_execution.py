@@ -101,10 +101,6 @@ def explode() -> ClientResult:
     raise KeyError("the battery")
 
 
-def overflow() -> ClientResult:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
 def refuse() -> ClientResult:
     raise TaskError("too tired")
 
@@ -165,11 +161,25 @@ def test_an_exception_is_a_failed_row_with_its_traceback() -> None:
     assert sums.tensors == {}
 
 
-def test_an_exceeded_share_of_a_gpu_is_a_failed_row_that_says_what_to_do() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    ],
+)
+def test_an_exceeded_share_of_a_gpu_is_a_failed_row_that_says_what_to_do(error: RuntimeError) -> None:
+    def overflow() -> ClientResult:
+        raise error
+
     report = run_assignment(fake_worker(), planned(overflow), SHARED, WeightedSums())
     assert report.status == "failed"
     assert report.error.startswith("the client needs more than its share of the GPU's memory: raise tiers.num_gpus")
-    assert "Tried to allocate 2.00 GiB" in (report.traceback or "")
+    assert str(error) in (report.traceback or "")
 
 
 def test_a_refused_result_is_a_failed_row_in_the_tasks_own_words() -> None:

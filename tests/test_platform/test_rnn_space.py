@@ -190,3 +190,11 @@ def test_an_lstm_starts_as_torchs() -> None:
 def test_impossible_networks_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_space(replace(PAPER, **change))
+
+
+@pytest.mark.parametrize("operator", ["lstm", "gru"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_recurrent_layers_of_devices_compute_in_float32_whatever_comes_in(operator: str, dtype: torch.dtype) -> None:
+    # cuDNN's autocast would make float16 of them. A device without values stands for a GPU.
+    layer = build_of(operator)(3, 5).to("meta")
+    assert layer(torch.empty((2, 4, 3), dtype=dtype, device="meta")).dtype == torch.float32

@@ -237,11 +237,18 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(round_of: Any, space: str)
     assert {r.fallback for r in alone.result.client_results} == {None}
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
 def test_a_stack_without_enough_memory_fails_by_name_and_does_not_change_the_bits(
-    round_of: Any, monkeypatch: pytest.MonkeyPatch
+    round_of: Any, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     def small(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise error
 
     monkeypatch.setattr(stacks, "train_stack", small)
     reports = round_of("groups", "6").result.client_results
