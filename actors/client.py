@@ -22,8 +22,8 @@ import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Coverage, TensorSum, Update, WeightedSums
 from fedloom.platform.clients.assignments import ClientResult
+from fedloom.platform.clients.device import context_bytes, is_out_of_memory
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_chunk, without_memory
-from fedloom.platform.clients.device import is_out_of_memory
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.runs.source_code import source_hash, sources_of
@@ -46,7 +46,7 @@ class About:
     threads: int
     source_hash: str
     missing_data: str | None = None
-    """One line naming the prepared data that its node lacks; None if it has all."""
+    """One line naming what its node lacks, prepared data or the server's version of torch; None if it has all."""
 
     @property
     def place(self) -> str:
@@ -70,15 +70,33 @@ def assigned_device(gpu_share: float) -> str:
         raise ValueError("Ray gave this actor a GPU, torch sees none: start Ray with num_gpus=0 or mend the driver")
     if gpu_share < 1:
         # Ray does not enforce GPU fractions; this limit keeps a client from using the memory of its neighbours.
-        torch.cuda.set_per_process_memory_fraction(gpu_share, 0)
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_of("cuda:0", gpu_share) / whole, 0)
     return "cuda:0"
 
 
 def memory_of(device: str, gpu_share: float) -> int:
-    """Bytes of the GPU's memory that are this actor's; 0 for the CPU."""
+    """Bytes of the GPU's memory that are this actor's for tensors, without its CUDA context; 0 for the CPU.
+
+    Raises ValueError for a share that the context takes.
+    """
     if device == "cpu":
         return 0
-    return int(min(1.0, gpu_share) * torch.cuda.get_device_properties(0).total_memory)
+    context = context_bytes()
+    left = int(min(1.0, gpu_share) * torch.cuda.get_device_properties(0).total_memory) - context
+    if left <= 0:
+        raise ValueError(
+            f"tiers.num_gpus={gpu_share:g} of this GPU are less than CUDA takes ({context:,} bytes): raise it"
+        )
+    return left
+
+
+def other_torch(server: str) -> str | None:
+    """A line if this node's torch is another version than the server's, which computes other bits; builds may differ."""
+    here = str(torch.__version__)
+    if not server or here.partition("+")[0] == server.partition("+")[0]:
+        return None
+    return f"node {platform.node()} runs torch {here}, the server {server}: install the same version on every node"
 
 
 def source_of(spec: WorkerSpec) -> str:
@@ -105,7 +123,8 @@ class ClientActor:
 
     def about(self) -> About:
         """The actor's process, node, device and source version."""
-        device, missing = str(self.worker.device), self.worker.missing_data()
+        device = str(self.worker.device)
+        missing = other_torch(self.worker.spec.torch) or self.worker.missing_data()
         source = source_of(self.worker.spec)
         return About(os.getpid(), platform.node(), self._node_id, device, self._threads, source, missing)
 

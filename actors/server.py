@@ -27,7 +27,7 @@ def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> Actor
     """
     executor = world.config.executor
     return ActorPool(
-        replace(world.spec, plugins=tuple(named_modules(asdict(world.config)))),
+        replace(world.spec, plugins=tuple(named_modules(asdict(world.config))), torch=str(torch.__version__)),
         groups_in_line(world, tell),
         resident=executor.resident,
         actor_attempts=executor.failures.actor_attempts,

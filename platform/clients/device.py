@@ -140,6 +140,21 @@ class DeviceLostError(RuntimeError):
     """The process's device fails, and with it all its further work: another process has to repeat the work."""
 
 
+CONTEXT_BYTES = 600_000_000
+"""The most that a process's CUDA context is taken for; about 500 MB with cuBLAS and cuDNN."""
+
+
+def context_bytes() -> int:
+    """Bytes of the GPU that this process takes besides its tensors, once the device has been used.
+
+    CUDA does not tell processes apart: exact while no other uses the GPU, else at most `CONTEXT_BYTES`.
+    """
+    ones = torch.ones((8, 8), device="cuda:0")
+    torch.mm(ones, ones)  # loads cuBLAS
+    free, total = torch.cuda.mem_get_info(0)
+    return min(CONTEXT_BYTES, total - free - torch.cuda.memory_reserved(0))
+
+
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
 """What torch's, cuBLAS's and cuDNN's errors of too little memory say; only torch's own have a class."""
 

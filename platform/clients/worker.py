@@ -63,6 +63,8 @@ class WorkerSpec:
     """The name of the worker's node; empty for the host name."""
     plugins: tuple[str, ...] = ()
     """The modules of the user's code that the configuration names."""
+    torch: str = ""
+    """The server's version of torch, if other processes have to have it, too."""
 
 
 class Worker:

@@ -7,8 +7,9 @@ import pytest
 import ray
 import torch
 
-from fedloom.actors.client import ClientActor, to_arrays
+from fedloom.actors.client import ClientActor, assigned_device, memory_of, other_torch, to_arrays
 from fedloom.platform.clients.assignments import Assignment, ClientResult
+from fedloom.platform.clients.device import CONTEXT_BYTES, context_bytes
 from fedloom.platform.clients.execution import Chunk
 from fedloom.platform.spaces.slices import Weights
 
@@ -49,3 +50,37 @@ def test_weights_that_do_not_fit_are_failed_rows_and_not_a_dead_actor(monkeypatc
     assert seen == [None, None], "the weights before are let go of first"
     chunk = one_by_one
     assert statuses("v2") == ["ok", "dropped"], "and the next chunk tries again"
+
+
+def test_the_shares_of_a_gpu_leave_room_for_every_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, limits = 8_000_000_000, list[float]()
+    monkeypatch.setattr("fedloom.actors.client.context_bytes", lambda: 500_000_000)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=whole))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _device: limits.append(share))
+    assert assigned_device(0.25) == "cuda:0"
+    assert limits == [0.1875]
+    assert memory_of("cuda:0", 0.25) == 1_500_000_000
+    assert memory_of("cuda:0", 1.0) == 7_500_000_000
+    assert memory_of("cpu", 0.25) == 0
+    with pytest.raises(ValueError, match=r"tiers.num_gpus=0.05 .* less than CUDA takes \(500,000,000 bytes\)"):
+        memory_of("cuda:0", 0.05)
+
+
+@pytest.mark.parametrize("others", [0, 3_000_000_000])
+def test_a_context_is_what_is_taken_besides_tensors(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda shape, device: ones(shape))  # noqa: ARG005
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (7_500_000_000 - others, 8_000_000_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 20_000_000)
+    assert context_bytes() == (CONTEXT_BYTES if others else 480_000_000)
+
+
+def test_another_version_of_torch_is_named_and_another_build_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    assert other_torch("2.9.1+cpu") is None
+    assert other_torch("") is None
+    line = other_torch("2.8.0")
+    assert line is not None
+    assert "runs torch 2.9.1+cu128, the server 2.8.0: install the same version" in line
