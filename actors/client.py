@@ -92,7 +92,7 @@ def memory_of(device: str, gpu_share: float) -> int:
 
 
 def other_torch(server: str) -> str | None:
-    """A line if this node's torch is another version than the server's, which computes other bits; builds may differ."""
+    """A line if this node's torch is another version than the server's, whose bits may differ; builds do not count."""
     here = str(torch.__version__)
     if not server or here.partition("+")[0] == server.partition("+")[0]:
         return None
