@@ -86,7 +86,7 @@ def memory_of(device: str, gpu_share: float) -> int:
     left = int(min(1.0, gpu_share) * torch.cuda.get_device_properties(0).total_memory) - context
     if left <= 0:
         raise ValueError(
-            f"tiers.num_gpus={gpu_share:g} of this GPU are less than CUDA takes ({context:,} bytes): raise it"
+            f"tiers.num_gpus={gpu_share:g} of this GPU is less than CUDA takes ({context:,} bytes): raise it"
         )
     return left
 
