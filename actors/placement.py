@@ -45,8 +45,8 @@ def groups_of_run(
 def plan_groups(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mapping[str, float]) -> list[ActorGroup]:
     """The actor groups for a cluster with these free resources (`CPU`, `GPU`).
 
-    Without GPU shares all tiers share one group, sized by the CPUs. With GPU shares each tier has its own group: every
-    tier first gets one actor, then the groups grow in turn until the GPUs or CPUs are used up.
+    Without GPU shares all tiers share one group, sized by the CPUs. With GPU shares tiers of equal resources share a
+    group: every group first gets one actor, then the groups grow in turn until the GPUs or CPUs are used up.
     If every client has its own actor (`config.resident`), there is one group, and its actors have the resources of the
     largest tier; `resident_group` then divides the CPUs of these actors among the clients, so that all clients fit.
 
@@ -72,28 +72,35 @@ def plan_groups(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mappin
                 f"the cluster has {cpus:g} free: lower executor.actors or give Ray more CPUs (ray.num_cpus)"
             )
         return [ActorGroup("clients", wanted, num_cpus, 0.0)]
-    counts = _grow(tiers, cpus, gpus)
-    return [ActorGroup(t.name, n, t.num_cpus, t.num_gpus, (t.name,)) for t, n in zip(tiers, counts, strict=True)]
+    return _grow(groups_by_size(tiers), cpus, gpus)
 
 
-def _grow(tiers: Sequence[Tier], cpus: float, gpus: float) -> list[int]:
-    counts = [1] * len(tiers)
-    cpus -= sum(t.num_cpus for t in tiers)
-    gpus -= sum(t.num_gpus for t in tiers)
+def groups_by_size(tiers: Sequence[Tier]) -> list[ActorGroup]:
+    """One group of one actor for all tiers with the same CPUs and share of a GPU, in the order of the tiers."""
+    names: dict[tuple[float, float], list[str]] = {}
+    for tier in tiers:
+        names.setdefault((tier.num_cpus, tier.num_gpus), []).append(tier.name)
+    return [ActorGroup("+".join(of_size), 1, *size, tuple(of_size)) for size, of_size in names.items()]
+
+
+def _grow(groups: Sequence[ActorGroup], cpus: float, gpus: float) -> list[ActorGroup]:
+    counts = [1] * len(groups)
+    least_cpus, least_gpus = sum(g.num_cpus for g in groups), sum(g.num_gpus for g in groups)
+    cpus, gpus = cpus - least_cpus, gpus - least_gpus
     if cpus < -ROUNDING or gpus < -ROUNDING:
         raise ValueError(
-            f"one client actor per tier needs {sum(t.num_cpus for t in tiers):g} CPUs and "
-            f"{sum(t.num_gpus for t in tiers):g} GPUs, {max(0.0, -cpus):g} CPUs and {max(0.0, -gpus):g} GPUs are "
-            "missing: lower tiers.num_cpus or tiers.num_gpus"
+            f"one client actor per tier (one for tiers of equal resources) needs {least_cpus:g} CPUs and "
+            f"{least_gpus:g} GPUs, {max(0.0, -cpus):g} CPUs and {max(0.0, -gpus):g} GPUs are missing: lower "
+            "tiers.num_cpus or tiers.num_gpus"
         )
     grown = True
     while grown:
         grown = False
-        for i, tier in enumerate(tiers):
-            if tier.num_cpus <= cpus + ROUNDING and tier.num_gpus <= gpus + ROUNDING:
+        for i, group in enumerate(groups):
+            if group.num_cpus <= cpus + ROUNDING and group.num_gpus <= gpus + ROUNDING:
                 counts[i] += 1
-                cpus, gpus, grown = cpus - tier.num_cpus, gpus - tier.num_gpus, True
-    return counts
+                cpus, gpus, grown = cpus - group.num_cpus, gpus - group.num_gpus, True
+    return [replace(group, actors=count) for group, count in zip(groups, counts, strict=True)]
 
 
 CPU_UNIT = 1e-4

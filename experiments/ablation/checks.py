@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedloom.actors.placement import ActorGroup, bundles_of, plan_groups, resident_group
+from fedloom.actors.placement import ActorGroup, bundles_of, groups_by_size, plan_groups, resident_group
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.config import RunConfig
@@ -187,8 +187,9 @@ def bundles_of_trial(
 def _groups(config: RunConfig, tiers: Sequence[Tier], cluster: Cluster, trials: int) -> list[ActorGroup]:
     """The pools of a trial: with the smallest possible pool, or with an equal share of the cluster if that is more."""
     whole = {"CPU": cluster.total("CPU"), "GPU": cluster.total("GPU")}
-    if any(t.num_gpus for t in tiers):  # the smallest pool has one actor per tier
-        least = {"CPU": sum(t.num_cpus for t in tiers), "GPU": sum(t.num_gpus for t in tiers)}
+    if any(t.num_gpus for t in tiers):  # the smallest pool has one actor per size
+        sizes = groups_by_size(tiers)
+        least = {"CPU": sum(g.num_cpus for g in sizes), "GPU": sum(g.num_gpus for g in sizes)}
     else:
         size = max(t.num_cpus for t in tiers)
         least = {"CPU": (config.executor.actors or 1) * size, "GPU": 0.0}

@@ -56,13 +56,23 @@ def test_groups_grow_in_turn_while_gpus_last() -> None:
 
 
 def test_groups_grow_only_while_cpus_last() -> None:
-    groups = plan_groups(ANY, tiers([0.25, 0.25]), {"CPU": 3.0, "GPU": 8.0})
+    groups = plan_groups(ANY, tiers([0.25, 0.5]), {"CPU": 3.0, "GPU": 8.0})
     assert [group.actors for group in groups] == [2, 1]
+
+
+def test_tiers_of_equal_resources_share_a_group() -> None:
+    groups = plan_groups(ANY, tiers([0.25, 0.5, 0.25]), {"CPU": 3.0, "GPU": 1.0})
+    assert groups == [
+        ActorGroup("tier1+tier3", 2, 1.0, 0.25, ("tier1", "tier3")),
+        ActorGroup("tier2", 1, 1.0, 0.5, ("tier2",)),
+    ]
+    one = plan_groups(ANY, tiers([0.25] * 4), {"CPU": 1.0, "GPU": 1.0})
+    assert [(group.actors, group.tiers) for group in one] == [(1, ("tier1", "tier2", "tier3", "tier4"))]
 
 
 def test_thirds_fill_a_gpu_in_spite_of_rounding() -> None:
     groups = plan_groups(ANY, tiers([1 / 3, 1 / 3, 1 / 3]), {"CPU": 9.0, "GPU": 1.0})
-    assert [group.actors for group in groups] == [1, 1, 1]
+    assert [group.actors for group in groups] == [3]
 
 
 @pytest.mark.parametrize(
