@@ -2,19 +2,22 @@
 
     python -m fedloom.experiments.benchmarks.cases CASE
 
-FedAvg on random data of CIFAR-10's shape, and on digits. Prints the seconds of the rounds as JSON. It imports as little
-as it can, since the memory of these processes is compared with that of the platform's.
+FedAvg on random data of CIFAR-10's shape, on digits, and the case of `pfl_cell`. Prints the seconds of the rounds as
+JSON. It imports as little as it can, since the memory of these processes is compared with that of the platform's.
 """
 
 import json
+import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,6 +26,7 @@ from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import ExecutorConfig, RayConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.spaces.initialisation import fill_uniform
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -31,7 +35,10 @@ WARM_UP_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A federation: `samples` images for each of `clients`, of which `cohort` train in a round."""
+    """A federation: `samples` images for each of `clients`, of which `cohort` train in a round.
+
+    With `channels_last` the plain processes store images and kernels with the channels last; fedloom decides itself.
+    """
 
     network: str
     clients: int
@@ -42,6 +49,7 @@ class Case:
     batch_size: int = 32
     lr: float = 0.01
     dataset: str = "synthetic"
+    channels_last: bool = False
 
 
 CASES = {
@@ -135,6 +143,48 @@ class TinyCnn(nn.Module):
         return y
 
 
+class _Glorot(nn.Module):
+    """A layer whose weights begin as in Glorot and Bengio (2010), and its biases as torch's."""
+
+    weight: Tensor
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]  # of the layer that this is mixed into
+        nn.init.xavier_uniform_(self.weight)
+
+    def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        """The same from a generator."""
+        weight = tensors_by_name["weight"]
+        fill_uniform(tensors_by_name, math.prod(weight.shape[1:]), generator)
+        nn.init.xavier_uniform_(weight, generator=generator)
+
+
+class GlorotConvolution(_Glorot, nn.Conv2d):
+    """A convolution."""
+
+
+class GlorotLinear(_Glorot, nn.Linear):
+    """A linear layer."""
+
+
+class PflCnn(nn.Module):
+    """`simple_cnn` of pfl-research's benchmarks: two 3x3 convolutions (32, 64), pooling, two linear layers, dropout."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.conv1 = GlorotConvolution(3, 32, 3)
+        self.conv2 = GlorotConvolution(32, 64, 3)
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.hidden = GlorotLinear(64 * 14 * 14, 128)
+        self.classifier = GlorotLinear(128, num_classes)
+
+    def forward(self, x: Tensor, layers: Layers) -> Tensor:
+        x = torch.max_pool2d(torch.relu(self.conv2(layers[0](torch.relu(self.conv1(x))))), 2)
+        x = torch.relu(self.hidden(self.dropout1(x).flatten(1)))
+        y: Tensor = self.classifier(self.dropout2(x))
+        return y
+
+
 def _space(name: str, build: Callable[[], nn.Module], shape: tuple[int, ...] = (3, 32, 32)) -> OperatorChoiceSpace:
     only = [[Candidate("identity", nn.Identity)]]
     return OperatorChoiceSpace(name=name, input_shape=shape, layers=only, build_fixed=build)
@@ -155,10 +205,15 @@ def tiny(config: SpaceConfig) -> OperatorChoiceSpace:
     return _space("benchmark_tiny", lambda: TinyCnn(config.num_classes), (1, 8, 8))
 
 
+def pfl(config: SpaceConfig) -> OperatorChoiceSpace:
+    """The CNN of pfl-research's benchmarks as a space."""
+    return _space("benchmark_pfl", lambda: PflCnn(config.num_classes))
+
+
 # -- two plain processes that share the clients, without the platform -------------------------------------------------
 
 
-NETWORKS = {"cnn": TwoConvCnn, "logistic": Logistic, "tiny": TinyCnn}
+NETWORKS = {"cnn": TwoConvCnn, "logistic": Logistic, "tiny": TinyCnn, "pfl": PflCnn}
 
 
 def identity(x: torch.Tensor) -> torch.Tensor:
@@ -166,12 +221,31 @@ def identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def normalised(x_NCHW: npt.NDArray[Any], mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Images of bytes as floats, normalised."""
+    shift, scale = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
+    return torch.from_numpy(x_NCHW.astype(np.float32)).div_(255).sub_(shift).div_(scale)
+
+
+def train_client(model: nn.Module, case: Case, x_NCHW: Tensor, y_N: Tensor) -> None:
+    """An epoch of a client."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
+    for index in torch.split(torch.randperm(len(y_N)), case.batch_size):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x_NCHW[index], [identity]), y_N[index]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def memory_format(case: Case) -> torch.memory_format:
+    """How a plain process stores images and kernels."""
+    return torch.channels_last if case.channels_last else torch.contiguous_format
+
+
 def serve(pipe: Connection, case: Case, images: str, labels: str, mean: list[float], std: list[float]) -> None:
     """A worker process: receives weights and clients, trains the clients, sends the weighted sum of their weights."""
     torch.set_num_threads(1)
     x_all, y_all = (np.load(file, mmap_mode="r", allow_pickle=False) for file in (images, labels))
-    model = NETWORKS[case.network](10)
-    shift, scale = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
+    model = NETWORKS[case.network](10).to(memory_format=memory_format(case))  # type: ignore[call-overload]
     names = list(model.state_dict())
     pipe.send("ready")
     while (message := pipe.recv()) is not None:
@@ -179,21 +253,19 @@ def serve(pipe: Connection, case: Case, images: str, labels: str, mean: list[flo
         total = [torch.zeros_like(torch.from_numpy(w)) for w in weights]
         for client in clients:
             rows = slice(client * case.samples, (client + 1) * case.samples)
-            x = torch.from_numpy(x_all[rows].astype(np.float32)).div_(255).sub_(shift).div_(scale)
+            x = normalised(x_all[rows], mean, std).contiguous(memory_format=memory_format(case))
             y = torch.from_numpy(np.array(y_all[rows]))
             model.load_state_dict({n: torch.from_numpy(w) for n, w in zip(names, weights, strict=True)})
-            optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
-            for index in torch.split(torch.randperm(len(y)), case.batch_size):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[index], [identity]), y[index]).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
+            train_client(model, case, x, y)
             for t, tensor in zip(total, model.state_dict().values(), strict=True):
                 t.add_(tensor, alpha=case.samples)
         pipe.send([t.numpy() for t in total])
 
 
-def plain_rounds(case: Case, dataset: str, mean: Sequence[float], std: Sequence[float]) -> list[float]:
-    """Runs the case with two worker processes; returns the seconds of each round."""
+def plain_rounds(
+    case: Case, dataset: str, mean: Sequence[float], std: Sequence[float]
+) -> tuple[list[float], list[npt.NDArray[Any]]]:
+    """Runs the case with two worker processes; returns the seconds of each round, and the weights."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     pipes = []
@@ -217,7 +289,7 @@ def plain_rounds(case: Case, dataset: str, mean: Sequence[float], std: Sequence[
         seconds.append(time.perf_counter() - started)
     for pipe in pipes:
         pipe.send(None)
-    return seconds
+    return seconds, weights
 
 
 def main() -> None:
@@ -227,7 +299,7 @@ def main() -> None:
 
     case = CASES[sys.argv[1]]
     dataset = Dataset.open(prepare_dataset(run_config(case, 0, "").data))
-    rounds_s = plain_rounds(case, str(dataset.path), dataset.mean, dataset.std)
+    rounds_s, _ = plain_rounds(case, str(dataset.path), dataset.mean, dataset.std)
     print(json.dumps({"rounds_s": rounds_s[WARM_UP_ROUNDS:]}))
 
 

@@ -1,17 +1,18 @@
 """Clients on one GPU: steps per second, utilisation and memory, by the number of actors that share it, and in stacks.
 
-    python -m fedloom.experiments.benchmarks.gpu [--cases fedoras fedavg] [--actors 1 2 4 8 12] [--small] [-- KEY=VALUE]
+    python -m fedloom.experiments.benchmarks.gpu [--cases fedavg] [--kinds plain] [--actors 1 4 8] [--small] [-- KEY=VALUE]
 
-Every variant runs in a separate process. `loop` trains the clients of a round with torch's own optimiser and nothing
+Every variant runs in a separate process, those that tell most first. A case ends after `--limit` seconds: what is at
+work then is ended, what was not begun is named, and what was measured is printed. `loop` trains the clients of a round with torch's own optimiser and nothing
 around it, `N processes` are so many of these at once. `N actors` are whole runs of the platform with so many client
 actors, each with its share of the GPU; `stacked` trains clients of one network as one batch. Steps per second count
 from the end of the first round to that of the last one of the method's first stage; `util` is the mean of what
 nvidia-smi says meanwhile; `run s` is a whole small run with all of its stages, Ray's start included. `peak MB` is the
 largest memory of a client's work in any actor (on a CPU the process's), `share` what one may take.
 
-`-- KEY=VALUE` is configuration for all cases, such as executor.precision=tf32. Prints a table and one JSON object on
-the last line. Only ratios within one call are meaningful. Without a GPU it ends with exit code 2; `--device cpu` runs
-the same on processors, which shows that it runs.
+`-- KEY=VALUE` is configuration for all cases, such as executor.precision=tf32. Prints a table for every case and, at its
+end, a line with a JSON object, so that a later case takes nothing away. Only ratios within one call are meaningful.
+Without a GPU it ends with exit code 2; `--device cpu` runs the same on processors, which shows that it runs.
 """
 
 import argparse
@@ -19,11 +20,14 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +53,8 @@ from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, start_run
 
 BASE = "loop"
+KINDS = ("plain", "actors", "stacked")
+LIMIT_S = 480.0
 EVERY_MS = 200
 MANY_CLIENTS = 24
 """Clients of a round of the full benchmark: two for each of twelve actors."""
@@ -57,6 +63,7 @@ SEARCH = ["method.search.population=4", "method.search.offspring=2", "method.sea
 TIERED = [f"method.{stage}.{key}" for stage in ("finetune", "rand_init") for key in ("rounds=1", "clients_per_round=2")]
 LAST = ["tiers.count=1", "executor.kind=ray", "executor.failures.policy=tolerate", "executor.failures.max_share=1"]
 CASES = {
+    "fedavg": steps.CASES["fedavg"],
     "fedoras": [*steps.CASES["fedoras"], *SEARCH, *TIERED],
     "superfednas": [
         *steps.CASES["superfednas"],
@@ -64,7 +71,6 @@ CASES = {
         *("method.search.min_tau=-1", "method.family=[smallest,largest]"),
     ],
     "spider": [*steps.CASES["spider"], "method.gains.epochs=0"],
-    "fedavg": steps.CASES["fedavg"],
 }
 """Whole runs, with as little as possible after their first stage."""
 SMALL = {"fedavg": ["space.stem_channels=8", "space.stage_layers=[1,2,2]", "space.stage_strides=[2,2,2]"]}
@@ -265,8 +271,10 @@ def main() -> None:
     """Measures the cases and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--actors", nargs="+", type=int, default=[1, 2, 4, 8, 12])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="plain needs no Ray")
+    parser.add_argument("--actors", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of a case, 480 if not given")
     parser.add_argument("--small", action="store_true", help="few clients with few samples")
     parser.add_argument("--one", nargs=3, metavar=("CASE", "KIND", "NUMBER"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="after --: configuration for all cases")
@@ -284,19 +292,21 @@ def main() -> None:
         raise SystemExit(2)
     if not 1 <= min(args.actors) <= max(args.actors) <= MANY_CLIENTS:
         parser.error(f"--actors: give numbers from 1 to {MANY_CLIENTS}, the clients of a round")
-    figures = {case: measured(case, args) for case in args.cases}
     name = torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"
-    print(json.dumps({"device": name, "torch": torch.__version__, "small": args.small, "cases": figures}))
+    about = {"device": name, "torch": torch.__version__, "small": args.small, "overrides": args.overrides}
+    for case in args.cases:
+        print(json.dumps({"case": case, **about, "variants": measured(case, args)}), flush=True)
 
 
 def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measures all variants of a case and prints their rows."""
+    """Measures the variants of a case until its time is over, and prints their rows."""
+    until = time.monotonic() + args.limit
     print(
         f"\n{case:<12} {'steps/s':>9} {'ratio':>6} {'util %':>7} {'run s':>7} {'peak MB':>8} {'share':>8} {'failed':>6}"
     )
     figures: dict[str, Any] = {}
-    for name, variant in variants_of(case, args.actors).items():
-        figures[name] = row = in_process(case, variant, args)
+    for name, variant in variants_of(case, args.actors, args.kinds).items():
+        figures[name] = row = in_process(case, variant, args, until - time.monotonic())
         base = figures[BASE].get("steps_per_s")
         if base and row.get("steps_per_s"):
             row["ratio"] = row["steps_per_s"] / base
@@ -313,27 +323,47 @@ def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def variants_of(case: str, actors: list[int]) -> dict[str, list[str]]:
+def variants_of(case: str, actors: list[int], kinds: Sequence[str] = KINDS) -> dict[str, list[str]]:
     """The variants of a case by name, as a kind and a number; the first is the base of all ratios."""
-    plain = {BASE if k == 1 else f"{k} processes": ["plain", str(k)] for k in sorted({1, *actors})}
-    pools = {f"{k} actors" if k > 1 else "1 actor": ["actors", str(k)] for k in actors}
-    stacks = {f"{k} x stacked": ["stacked", str(k)] for k in actors[:2]} if case in STACKED else {}
-    return {**plain, **pools, **stacks}
+    variants = {
+        "actors": {f"{k} actors" if k > 1 else "1 actor": ["actors", str(k)] for k in actors},
+        "stacked": {f"{k} x stacked": ["stacked", str(k)] for k in actors[:2]} if case in STACKED else {},
+        "plain": {f"{k} processes": ["plain", str(k)] for k in sorted(actors) if k > 1},
+    }
+    chosen = [named for kind, of_kind in variants.items() if kind in kinds for named in of_kind.items()]
+    return {BASE: ["plain", "1"], **dict(chosen)}
 
 
-def in_process(case: str, variant: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Runs a variant in a process of its own; one that fails is a row that says why."""
+def in_process(case: str, variant: list[str], args: argparse.Namespace, left_s: float) -> dict[str, Any]:
+    """Runs a variant in a process of its own; one that fails, or has no time left, is a row that says why."""
+    if left_s <= 0:
+        return {"error": f"not begun: the case has taken its {args.limit:g} s"}
     command = [sys.executable, "-m", "fedloom.experiments.benchmarks.gpu", "--one", case, *variant]
     command += ["--device", args.device, *(["--small"] if args.small else []), "--", *args.overrides]
-    with Utilisation(args.device) as watched:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        return {"error": f"exit code {done.returncode}: {last[:200]}"}
+    with Utilisation(args.device) as watched, group_of_processes(command) as process:
+        try:
+            out, err = process.communicate(timeout=left_s)
+        except subprocess.TimeoutExpired:
+            return {"error": f"ended: the case has taken its {args.limit:g} s"}
+    lines = out.strip().splitlines()
+    if process.returncode or not lines:
+        last = (err.strip().splitlines() or ["it says nothing"])[-1]
+        return {"error": f"exit code {process.returncode}: {last[:200]}"}
     figures: dict[str, Any] = json.loads(lines[-1])
     between = figures.pop("between")
     return {**figures, **watched.between(*between)}
+
+
+@contextmanager
+def group_of_processes(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """A process whose children end with the block, too, if it is still at work then."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _mb(size_bytes: float | None) -> float | None:

@@ -1,17 +1,20 @@
 """The time of a client's training step in every family of methods, by precision and memory format.
 
     python -m fedloom.experiments.benchmarks.steps [--cases fedoras spider] [--repeats 3] [--old PYTHON] [--profile]
+    python -m fedloom.experiments.benchmarks.steps --cases fedavg --device cuda --variants "float32 auto" "stack 8"
 
 Every variant trains clients of the preset's first stage in a separate process, on random data of CIFAR-10's shape, with
 the bookkeeping of an executor; the variants alternate. Prints the medians of milliseconds per step as ratios to
 contiguous float32, or to the revision that is installed for the Python of `--old`, and one JSON object on the last
-line. Only ratios within one call are meaningful. `--profile` prints torch's most expensive operators instead.
+line. Only ratios within one call are meaningful. `stack 8` trains eight clients as one batch, which needs clients of
+the same whole network. `--profile` prints torch's most expensive operators instead.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -20,10 +23,13 @@ CASES = {
     "fedoras": ["experiment=fedoras_cifar10_small", *DATA],
     "superfednas": ["experiment=superfednas_cifar10_small", *DATA],
     "spider": ["experiment=spider_cifar10_small", *DATA],
-    "fedavg": ["method=fedavg", "space.name=cnn_cifar", *DATA, "data.num_clients=10", "data.train_samples=2000"],
+    "fedavg": [
+        *("method=fedavg", "space.name=cnn_cifar", *DATA, "data.num_clients=24", "data.train_samples=4800"),
+        "method.train.clients_per_round=24",
+    ],
 }
 CLIENTS = 3
-"""Clients per process, after one to warm up."""
+"""Clients, or stacks of them, per process, after one to warm up."""
 
 BASE = "float32 contiguous"
 VARIANTS = {
@@ -32,7 +38,14 @@ VARIANTS = {
     "float32 channels_last": ["executor.memory_format=channels_last"],
     "bfloat16 contiguous": ["executor.precision=bfloat16", "executor.memory_format=contiguous"],
     "bfloat16 auto": ["executor.precision=bfloat16"],
+    "bfloat16 channels_last": ["executor.precision=bfloat16", "executor.memory_format=channels_last"],
+    "tf32 contiguous": ["executor.precision=tf32", "executor.memory_format=contiguous"],
+    "tf32 channels_last": ["executor.precision=tf32", "executor.memory_format=channels_last"],
+    "stack 8": ["executor.stack_clients=8"],
+    "stack 24": ["executor.stack_clients=24"],
 }
+USUAL = list(VARIANTS)[:5]
+"""Those that differ on processors, for networks of every kind."""
 OLD = "old"
 
 
@@ -40,14 +53,15 @@ def main() -> None:
     """Times or profiles the cases and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=USUAL, choices=list(VARIANTS))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--old", metavar="PYTHON", help="the Python of another revision, which is then the base")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measured(args.one, profile=args.profile)))
+        print(json.dumps(measured(args.one, args.device, profile=args.profile)))
         return
     figures = {case: compared(case, args) for case in args.cases}
     print(json.dumps(figures))
@@ -62,6 +76,7 @@ def compared(case: str, args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(1 if args.profile else args.repeats):
         for name, (python, overrides) in variants.items():
             command = [python, __file__, "--one", *CASES[case], *overrides, *(["--profile"] if args.profile else [])]
+            command += [] if args.device == "cpu" else ["--device", args.device]  # other revisions may not know it
             out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             if args.profile:
                 print(f"\n{case}, {name}\n{out}")
@@ -74,36 +89,45 @@ def compared(case: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"ms": medians, "ratio": {name: ms / base for name, ms in medians.items()}}
 
 
-def measured(overrides: list[str], *, profile: bool) -> list[float]:
-    """Milliseconds per step of each client."""
+def measured(overrides: list[str], device: str, *, profile: bool) -> list[float]:
+    """Milliseconds per step of each client, or of a client in each stack."""
     import torch
 
+    from fedloom.actors.client import memory_of
+
     from fedloom.experiments.runs.configuration import compose_config
-    from fedloom.platform.averaging.average import WeightedSums
-    from fedloom.platform.clients.execution import SharedWeights, run_assignment
+    from fedloom.platform.clients.execution import Chunk, SharedWeights, run_chunk
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.federation.algorithm import RunState
     from fedloom.platform.federation.world import build_world
     from fedloom.platform.methods.registry import build_stages
 
     torch.set_num_threads(1)
-    world = build_world(compose_config(overrides))
+    config = compose_config(overrides)
+    stack = int(config.executor.stack_clients) if config.executor.stack_clients.isdigit() else 1
+    world = build_world(config)
     stage = build_stages(world)[0]
     state = stage.begin(RunState())
     plan = stage.plan(state)
-    worker, weights = Worker(world.spec), SharedWeights(state.groups[plan.group].tensors, "v0")
+    spec = replace(world.spec, device=device, device_bytes=memory_of(device, 1.0))
+    worker = Worker(spec)
+    weights = SharedWeights(worker.uploaded(state.groups[plan.group].tensors), "v0")
     clients = [a for a in plan.assignments if a.client_id is not None]
     step_ms = []
     for number in range(CLIENTS + 1):
+        at_work = tuple(clients[(number * stack + k) % len(clients)] for k in range(stack))
+        chunk = Chunk(at_work[0].tier, at_work, stack=stack)
         if profile and number == CLIENTS:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watch:
-                run_assignment(worker, clients[number % len(clients)], weights, WeightedSums())
-            print(watch.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=48))
+            with torch.profiler.profile() as watch:
+                run_chunk(worker, chunk, weights)
+            by = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+            print(watch.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=48))
             break
-        report = run_assignment(worker, clients[number % len(clients)], weights, WeightedSums())
-        if report.status != "ok":
-            raise SystemExit(report.traceback or report.error)
-        step_ms.append(1e3 * (report.wall_s or 0.0) / report.steps)
+        results = run_chunk(worker, chunk, weights).client_results
+        for result in results:
+            if result.status != "ok" or result.fallback:
+                raise SystemExit(result.traceback or result.error or result.fallback)
+        step_ms.append(1e3 * sum(r.wall_s or 0.0 for r in results) / sum(r.steps for r in results))
     return step_ms[1:]
 
 

@@ -20,9 +20,9 @@ def test_without_a_gpu_it_says_so_in_a_line(
     assert "torch sees no GPU" in err
 
 
-def test_every_number_of_actors_has_as_many_plain_processes_and_the_loop_is_first() -> None:
+def test_every_number_of_actors_has_as_many_plain_processes_and_what_tells_most_is_first() -> None:
     names = list(gpu.variants_of("fedavg", [2, 4]))
-    assert names == ["loop", "2 processes", "4 processes", "2 actors", "4 actors", "2 x stacked", "4 x stacked"]
+    assert names == ["loop", "2 actors", "4 actors", "2 x stacked", "4 x stacked", "2 processes", "4 processes"]
     assert "2 x stacked" not in gpu.variants_of("spider", [2])
 
 
