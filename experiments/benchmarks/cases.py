@@ -245,7 +245,7 @@ def serve(pipe: Connection, case: Case, images: str, labels: str, mean: list[flo
     """A worker process: receives weights and clients, trains the clients, sends the weighted sum of their weights."""
     torch.set_num_threads(1)
     x_all, y_all = (np.load(file, mmap_mode="r", allow_pickle=False) for file in (images, labels))
-    model = NETWORKS[case.network](10).to(memory_format=memory_format(case))  # type: ignore[call-overload]
+    model = NETWORKS[case.network](10).to(memory_format=memory_format(case))
     names = list(model.state_dict())
     pipe.send("ready")
     while (message := pipe.recv()) is not None:

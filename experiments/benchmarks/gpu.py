@@ -1,17 +1,20 @@
 """Clients on one GPU: steps per second, utilisation and memory, by the number of actors that share it, and in stacks.
 
-    python -m fedloom.experiments.benchmarks.gpu [--cases fedavg] [--kinds plain] [--actors 1 4 8] [--small] [-- KEY=VALUE]
+    python -m fedloom.experiments.benchmarks.gpu [--cases fedavg] [--kinds plain] [--actors 1 4 8] [--small]
+            [-- KEY=VALUE]
 
 Every variant runs in a separate process, those that tell most first. A case ends after `--limit` seconds: what is at
-work then is ended, what was not begun is named, and what was measured is printed. `loop` trains the clients of a round with torch's own optimiser and nothing
-around it, `N processes` are so many of these at once. `N actors` are whole runs of the platform with so many client
+work then is ended, what was not begun is named, and what was measured is printed.
+
+`loop` trains the clients of a round with torch's own optimiser and nothing around it, `N processes` are so many of
+these at once. `N actors` are whole runs of the platform with so many client
 actors, each with its share of the GPU; `stacked` trains clients of one network as one batch. Steps per second count
 from the end of the first round to that of the last one of the method's first stage; `util` is the mean of what
 nvidia-smi says meanwhile; `run s` is a whole small run with all of its stages, Ray's start included. `peak MB` is the
 largest memory of a client's work in any actor (on a CPU the process's), `share` what one may take.
 
-`-- KEY=VALUE` is configuration for all cases, such as executor.precision=tf32. Prints a table for every case and, at its
-end, a line with a JSON object, so that a later case takes nothing away. Only ratios within one call are meaningful.
+`-- KEY=VALUE` is configuration for all cases, such as executor.precision=tf32. Prints a table for every case and, at
+its end, a line with a JSON object, so that a later case takes nothing away. Only ratios within one call are meaningful.
 Without a GPU it ends with exit code 2; `--device cpu` runs the same on processors, which shows that it runs.
 """
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -97,7 +98,7 @@ def samples(dataset: Dataset, case: Case, part: str, rows: slice) -> tuple[Tenso
 def network(case: Case) -> nn.Module:
     """The network of a process."""
     torch.set_num_threads(1)
-    model: nn.Module = NETWORKS[case.network](10).to(memory_format=memory_format(case))  # type: ignore[call-overload]
+    model: nn.Module = NETWORKS[case.network](10).to(memory_format=memory_format(case))
     return model
 
 
@@ -107,7 +108,10 @@ def accuracy(case: Case, weights: Mapping[str, Tensor]) -> float:
     model = network(case).eval()
     model.load_state_dict(weights)
     x, y = samples(prepared(case), case, "test", slice(None))
-    hits = [model(x_B, [identity]).argmax(1) == y_B for x_B, y_B in zip(x.split(500), y.split(500), strict=True)]
+    hits = [
+        model(x_B, [identity]).argmax(1) == y_B
+        for x_B, y_B in zip(torch.split(x, 500), torch.split(y, 500), strict=True)
+    ]
     return float(torch.cat(hits).float().mean())
 
 
@@ -183,7 +187,7 @@ def pfl(case: Case) -> Figures:
     torch.manual_seed(0)
     ends_s: list[float] = []
     x, y = samples(prepared(case), case, "train", slice(case.clients * case.samples))
-    of_clients = dict(enumerate(zip(x.split(case.samples), y.split(case.samples), strict=True)))
+    of_clients = dict(enumerate(zip(torch.split(x, case.samples), torch.split(y, case.samples), strict=True)))
     data = FederatedDataset.from_slices(of_clients, get_user_sampler("random", range(case.clients)))
     module = Network()
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), 1.0))
@@ -219,7 +223,7 @@ def flower(case: Case) -> Figures:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    from fedloom.experiments.benchmarks.pfl_cell import flower_client as by_reference
+    by_reference = import_module("fedloom.experiments.benchmarks.pfl_cell").flower_client
 
     client, server, ends_s = ClientApp(), ServerApp(), list[float]()
     last: dict[str, Tensor] = {}

@@ -94,7 +94,6 @@ def measured(overrides: list[str], device: str, *, profile: bool) -> list[float]
     import torch
 
     from fedloom.actors.client import memory_of
-
     from fedloom.experiments.runs.configuration import compose_config
     from fedloom.platform.clients.execution import Chunk, SharedWeights, run_chunk
     from fedloom.platform.clients.worker import Worker
