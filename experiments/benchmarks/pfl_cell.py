@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -223,15 +222,13 @@ def flower(case: Case) -> Figures:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    by_reference = import_module("fedloom.experiments.benchmarks.pfl_cell").flower_client
-
     client, server, ends_s = ClientApp(), ServerApp(), list[float]()
     last: dict[str, Tensor] = {}
 
     @client.train()  # type: ignore[untyped-decorator]
     def _(message: Any, context: Any) -> Any:
         weights = message.content["arrays"].to_torch_state_dict()
-        trained = by_reference(case, weights, context.node_config["partition-id"])
+        trained = flower_client(case, weights, context.node_config["partition-id"])
         metrics = MetricRecord({"num-examples": case.samples})
         return Message(RecordDict({"arrays": ArrayRecord(trained), "metrics": metrics}), reply_to=message)
 
@@ -306,9 +303,12 @@ def compared(names: list[str], args: argparse.Namespace) -> dict[str, Figures]:
 
 def command(name: str, args: argparse.Namespace) -> list[str]:
     """The command of a variant's process; pfl-research's are started by torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"] if name == "pfl" else []
     options = ["--one", name, "--rounds", str(args.rounds), *(["--small"] if args.small else [])]
-    return [sys.executable, *torchrun, "-m", "fedloom.experiments.benchmarks.pfl_cell", *options]
+    if name == "pfl":
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+        return [sys.executable, *torchrun, "-m", "fedloom.experiments.benchmarks.pfl_cell", *options]
+    # As a module of its own name, whose functions Flower's processes find.
+    return [sys.executable, "-c", "from fedloom.experiments.benchmarks.pfl_cell import main; main()", *options]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ def test_the_case_is_the_published_one() -> None:
     assert sum(p.numel() for p in PflCnn(10).parameters()) == 896 + 18_496 + 1_605_760 + 1_290
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_two_rounds_of_a_few_clients() -> None:
     command = [sys.executable, "-m", "fedloom.experiments.benchmarks.pfl_cell", "--small", "--rounds", "2"]

@@ -95,6 +95,7 @@ def test_the_authors_hash_decides_without_lists(archive: Path) -> None:
     assert found.class_names == (*WORDS, "_unknown_", "_silence_")
 
 
+@pytest.mark.slow
 def test_speakers_meant_for_validation_are_the_validation_data_of_nobody(archive: Path) -> None:
     chosen = replace(config(archive, validation_share=0.0), test_share=None)
     path = prepare_dataset(chosen)

@@ -45,11 +45,12 @@ DEVICE = "lazy:0"
 ROOT = str(Path(__file__).parents[2])
 
 FAMILIES = (
-    *("fedoras", "superfednas", "multi_stage", "spider", "fedpnas", "fedmn", "ditto", "knn_per", "depthfl"),
-    *("fedavg_private", "fedavg_secure", "scaffold", "superfednas_shakespeare", "heterofl"),
-    *("fedoras_tasks", "milenas", "fednas", "per_fedavg", "local_adaptation", "global_nas", "zerofl", "feddyn"),
+    *("fedoras", "superfednas", "spider", "fedpnas", "ditto", "knn_per", "depthfl", "fedavg_secure", "scaffold"),
+    *("superfednas_shakespeare", "heterofl"),
+    *("multi_stage", "fedmn", "fedavg_private", "fedoras_tasks", "milenas", "fednas", "per_fedavg", "local_adaptation"),
+    *("global_nas", "zerofl", "feddyn"),
 )
-"""Frozen runs that together have every kind of work; those of the last row have little that the others lack."""
+"""Frozen runs that together have every kind of work; those of the last two rows have little that the others lack."""
 PAPERS = {
     "fedoras_cifar10": 850,
     "fedoras_shakespeare": 3050,
@@ -354,7 +355,9 @@ def family(name: str, *overrides: str) -> RunConfig:
     """A frozen run whose clients make several steps each."""
     several = ["executor.kind=serial", "method.train.batch_size=4"]
     several += ["data.partition=iid"] if name == "superfednas_shakespeare" else []
-    several += ["method.train.rounds=1"] if name.startswith(("fedavg_", "scaffold", "feddyn")) else []
+    several += ["method.train.rounds=1"] if name.startswith(("fed", "scaffold", "heterofl", "knn", "ditto")) else []
+    if name.startswith("fedoras"):
+        several += ["method.finetune.rounds=1", "method.rand_init.rounds=1", "method.search.budget=8"]
     return compose_config([*RUNS[name], *several, *overrides])
 
 

@@ -195,6 +195,7 @@ def test_the_json_of_the_command_is_the_card(runs: Any, out: Path, capsys: pytes
     assert not Path(paths["safetensors"]).exists()
 
 
+@pytest.mark.slow
 def test_recurrent_networks_are_exported_for_the_length_of_their_texts(
     runs: Any, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
