@@ -9,7 +9,8 @@ clients (its SGD at 1.0); a CNN of 1.6 M parameters with dropout.
 
 `plain` are two processes with nothing around torch. `fedloom` are two Ray actors, with rows and a checkpoint every
 round. `pfl` is pfl-research with two workers under torchrun, `flower` Flower's simulation on two CPUs of Ray; both are
-measured if they can be imported (`pip install pfl`, `pip install flwr[simulation]`). All use two processes of one
+measured if they can be imported (`pip install pfl`, `pip install flwr[simulation]`); both are written from their
+documentation and have not been run yet. All use two processes of one
 thread each, images and kernels with the channels last, as pfl-research has them, and the same data and batch sizes; not
 the same order of the data. Every variant runs in a process of its own, the variants alternate, and only ratios of
 medians within one call are meaningful. The first round is left out. The accuracy is that of the last round's weights on
