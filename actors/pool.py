@@ -200,6 +200,7 @@ class ActorPool:
         accept_shared_memory()
         self.spec, self.groups, self.resident = spec, {group.name: group for group in groups}, resident
         self.most, self.actor_attempts, self.client_timeout_s = most, actor_attempts, client_timeout_s
+        self.wait_s = wait_s
         self.actors = ActorSet(spec, resident)
         self._shared: tuple[str, Any] | None = None
         self._down_since_s: dict[str, float] = {}
@@ -207,12 +208,12 @@ class ActorPool:
         self._looked_s = time.monotonic()
         if not resident:
             try:
-                self._start_actors(max(START_TIMEOUT_S, wait_s))
+                self._start_actors()
             except RunFailedError:
                 self.actors.close()
                 raise
 
-    def _start_actors(self, timeout_s: float) -> None:
+    def _start_actors(self) -> None:
         """Returns when all actors have answered, or those that have got a process, at least one of each group.
 
         The others are told after `SLOW_START_S`, and join when they come. Raises RunFailedError if a start fails or if
@@ -221,7 +222,7 @@ class ActorPool:
         for group in sorted(self.groups.values(), key=lambda group: (-group.num_gpus, -group.num_cpus)):
             for _ in range(group.actors):
                 self.actors.start(group)
-        start_s, told = time.monotonic(), False
+        start_s, timeout_s, told = time.monotonic(), max(START_TIMEOUT_S, self.wait_s), False
         while (starting := self.actors.starting()) and time.monotonic() - start_s < timeout_s:
             for answer in ray.wait(starting, num_returns=1, timeout=min(POLL_S, timeout_s))[0]:
                 self.actors.take_answer(answer)
