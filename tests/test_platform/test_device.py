@@ -1,6 +1,7 @@
 """Precision and memory format of a worker's networks."""
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -131,3 +132,16 @@ def test_a_worker_sets_up_its_process(sums_of: Any, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(s.total, plain.tensors[n].total) for n, s in exact.tensors.items())
     sums_of()
     assert not torch.are_deterministic_algorithms_enabled(), "the last worker decides"
+
+
+def test_a_process_keeps_the_memory_that_a_step_frees() -> None:
+    set_up_process("float32", deterministic=False)
+
+    def page_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        activations = [torch.ones(2_500_000) for _ in range(10)]  # 100 MB
+        del activations
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    page_faults()
+    assert page_faults() < 1000, "100 MB have 24 000 pages"
