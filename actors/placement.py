@@ -265,8 +265,9 @@ def can_grow() -> bool:
     if is_autoscaler_v2():  # it does not tell what it can start
         return True
     status = internal_kv._internal_kv_get("__autoscaling_status")
-    types = json.loads(status)["autoscaler_report"]["node_type_mapping"] if status else None
-    return any(not name.startswith(READ_ONLY) for name in (types or {}).values())
+    report = json.loads(status).get("autoscaler_report") if status else None  # there is none for the first seconds
+    types: Mapping[str, str] = (report or {}).get("node_type_mapping") or {}
+    return any(not name.startswith(READ_ONLY) for name in types.values())
 
 
 def groups_in_line(world: World, tell: Callable[[str], None]) -> list[ActorGroup]:
