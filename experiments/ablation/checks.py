@@ -173,7 +173,8 @@ def bundles_of_trial(
     if tiers have GPU shares). Raises ValueError that says what is missing if the cluster cannot hold the trial.
     """
     if config.executor.kind == "serial":
-        bundles: Bundles = ({"CPU": float(config.executor.threads)},)
+        whole_gpu = {"GPU": 1.0} if any(t.num_gpus for t in tiers) else {}
+        bundles: Bundles = ({"CPU": float(config.executor.threads), **whole_gpu},)
     else:
         groups = _groups(config, tiers, cluster, trials)
         if config.executor.resident:

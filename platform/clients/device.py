@@ -14,6 +14,8 @@ from torch.func import functional_call
 
 AUTOCAST = {"bfloat16": torch.bfloat16}
 """The types of precisions that torch casts to; in the others tensors are float32 throughout."""
+GPU = "cuda:0"
+"""The GPU of a process that has one; Ray shows an actor no other."""
 WORKSPACE = ":4096:8"
 """What cuBLAS needs for the same bits every time; it reads it from the environment when it is first used."""
 
@@ -153,6 +155,22 @@ def context_bytes() -> int:
     torch.mm(ones, ones)  # loads cuBLAS
     free, total = torch.cuda.mem_get_info(0)
     return min(CONTEXT_BYTES, total - free - torch.cuda.memory_reserved(0))
+
+
+def memory_of(device: str, gpu_share: float) -> int:
+    """Bytes of the GPU's memory that are this process's for tensors, without its CUDA context; 0 for the CPU.
+
+    Raises ValueError for a share that the context takes.
+    """
+    if device == "cpu":
+        return 0
+    context = context_bytes()
+    left = int(min(1.0, gpu_share) * torch.cuda.get_device_properties(0).total_memory) - context
+    if left <= 0:
+        raise ValueError(
+            f"tiers.num_gpus={gpu_share:g} of this GPU is less than CUDA takes ({context:,} bytes): raise it"
+        )
+    return left
 
 
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")

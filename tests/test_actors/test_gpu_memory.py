@@ -7,10 +7,10 @@ import pytest
 import ray
 import torch
 
-from fedloom.actors.client import ClientActor, assigned_device, memory_of, other_torch, to_arrays
+from fedloom.actors.client import ClientActor, assigned_device, other_torch, to_arrays
 from fedloom.platform.clients.assignments import Assignment, ClientResult
-from fedloom.platform.clients.device import CONTEXT_BYTES, context_bytes
-from fedloom.platform.clients.execution import Chunk
+from fedloom.platform.clients.device import CONTEXT_BYTES, context_bytes, memory_of
+from fedloom.platform.clients.execution import Chunk, ChunkRunner
 from fedloom.platform.spaces.slices import Weights
 
 
@@ -25,7 +25,7 @@ def test_weights_that_do_not_fit_are_failed_rows_and_not_a_dead_actor(monkeypatc
     seen: list[object] = []
 
     def uploaded(weights: Weights) -> Weights:
-        seen.append(actor._weights)
+        seen.append(actor._runner._weights)
         if len(seen) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return weights
@@ -35,7 +35,7 @@ def test_weights_that_do_not_fit_are_failed_rows_and_not_a_dead_actor(monkeypatc
         device=torch.device("cpu"), node="n", spec=SimpleNamespace(threads=1), uploaded=uploaded, data=None
     )
     actor = ClientActor.__new__(ClientActor)
-    actor.worker, actor._weights, actor._at = cast(Any, worker), None, None
+    actor.worker, actor._runner, actor._at = cast(Any, worker), ChunkRunner(cast(Any, worker)), None
     gone = Assignment("train", 0, 1, "tier1", Idle(), dropped="the device is gone")
     chunk = Chunk("tier1", (Assignment("train", 0, 0, "tier1", Idle()), gone), stack=2)
 
@@ -54,7 +54,7 @@ def test_weights_that_do_not_fit_are_failed_rows_and_not_a_dead_actor(monkeypatc
 
 def test_the_shares_of_a_gpu_leave_room_for_every_context(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, limits = 8_000_000_000, list[float]()
-    monkeypatch.setattr("fedloom.actors.client.context_bytes", lambda: 500_000_000)
+    monkeypatch.setattr("fedloom.platform.clients.device.context_bytes", lambda: 500_000_000)
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=whole))
