@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,6 +138,36 @@ def peak_memory_bytes(device: torch.device) -> int:
     status = os.pread(file, 4096, 0)
     at = status.find(b"VmHWM:")
     return int(status[at + 6 : status.find(b"kB", at)]) * 1024 if at >= 0 else 0
+
+
+DRIVER_FILE = "/proc/driver/nvidia/version"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the bits of results on a GPU depend on besides torch's version."""
+
+    model: str
+    driver: str
+    cuda: str | None
+    cudnn: int | None
+
+    def __str__(self) -> str:
+        return f"{self.model}, driver {self.driver}, CUDA {self.cuda}, cuDNN {self.cudnn}"
+
+
+@cache
+def gpu_of(device: str) -> Gpu | None:
+    """The GPU of a device of this process; None for the CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    try:
+        text = Path(DRIVER_FILE).read_text()
+    except OSError:
+        text = ""
+    driver = re.search(r"\b\d+\.\d[\d.]*", text)  # ... Kernel Module  550.54.15  Fri ...
+    name = torch.cuda.get_device_name(device)
+    return Gpu(name, driver[0] if driver else "unknown", torch.version.cuda, torch.backends.cudnn.version())
 
 
 class DeviceLostError(RuntimeError):

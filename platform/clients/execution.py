@@ -20,7 +20,7 @@ import torch
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult, TaskError, own_copy
-from fedloom.platform.clients.device import check_device, is_out_of_memory, peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.device import check_device, gpu_of, is_out_of_memory, peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.stacks import Stacked, StackedTask, train_in_stacks
@@ -184,10 +184,13 @@ def run_assignment(
 
     This is the only place that turns an exception into a failed row. Raises DeviceLostError (see `run_chunk`).
     """
+    gpu = gpu_of(str(worker.device))
     about: dict[str, Any] = {
         "client_id": assignment.client_id,
         "tier": assignment.tier,
         "device": str(worker.device),
+        "gpu": gpu and gpu.model,
+        "gpu_software": gpu and str(gpu),
         "node": worker.node,
         "threads": worker.spec.threads,
         "selection_probability": assignment.selection_probability,

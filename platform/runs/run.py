@@ -89,8 +89,8 @@ def _serial_devices(world: World) -> dict[str, str]:
     devices = {name: GPU if gpus else "cpu" for name, (_, gpus) in {**sizes, SERVER: groups[-1]}.items()}
     if GPU in devices.values() and not torch.cuda.is_available():
         raise ValueError(
-            f"tiers.num_gpus={shown(world.config.tiers.num_gpus)} with executor.kind=serial needs a GPU, and torch sees "
-            "none in this process: leave tiers.num_gpus out to train on the CPU, or run it where there is one"
+            f"tiers.num_gpus={shown(world.config.tiers.num_gpus)} with executor.kind=serial needs a GPU, and torch "
+            "sees none in this process: leave tiers.num_gpus out to train on the CPU, or run it where there is one"
         )
     return devices
 

@@ -8,10 +8,15 @@ import ray
 import torch
 
 from fedloom.actors.client import ClientActor, assigned_device, other_torch, to_arrays
-from fedloom.platform.clients.assignments import Assignment, ClientResult
-from fedloom.platform.clients.device import CONTEXT_BYTES, context_bytes, memory_of
+from fedloom.actors.placement import plan_groups
+from fedloom.actors.pool import ActorPool
+from fedloom.platform.clients.assignments import SERVER, Assignment, ClientResult
+from fedloom.platform.clients.device import CONTEXT_BYTES, GPU, context_bytes, memory_of
 from fedloom.platform.clients.execution import Chunk, ChunkRunner
+from fedloom.platform.federation.config import ExecutorConfig, RunConfig
+from fedloom.platform.runs.run import _serial_devices
 from fedloom.platform.spaces.slices import Weights
+from fedloom.tiers.tier import make_tiers
 
 
 class Idle:
@@ -84,3 +89,32 @@ def test_another_version_of_torch_is_named_and_another_build_is_not(monkeypatch:
     line = other_torch("2.8.0")
     assert line is not None
     assert "runs torch 2.9.1+cu128, the server 2.8.0: install the same version" in line
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize(
+    ("gpus", "cpus"),
+    [
+        ([0.0, 0.0, 0.0], 1.0),
+        ([0.5, 0.5, 0.5], 1.0),
+        ([0.0, 0.0, 0.5], 1.0),
+        ([0.5, 0.0, 0.5], 1.0),
+        ([0.5, 0.25, 0.0], 1.0),
+        ([0.0, 0.5, 0.0], [1.0, 1.0, 2.0]),
+    ],
+)
+def test_a_serial_run_works_on_the_devices_of_actors(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[float], cpus: float | list[float], resident: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    tiers = make_tiers([1.0, 2.0, 3.0], num_gpus=gpus, num_cpus=cpus)
+    config = RunConfig(executor=ExecutorConfig(kind="serial", resident=resident))
+    world = SimpleNamespace(config=config, tiers=tiers)
+    groups = plan_groups(config.executor, tiers, {"CPU": 8.0, "GPU": 8.0})
+    pool = ActorPool.__new__(ActorPool)
+    pool.resident, pool.groups = False, {group.name: group for group in groups}
+    of_actors = {
+        name: GPU if pool.groups[pool._group_of(Chunk(name, ()))].num_gpus else "cpu"
+        for name in ("tier1", "tier2", "tier3", SERVER)
+    }
+    assert _serial_devices(cast(Any, world)) == of_actors
