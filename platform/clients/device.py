@@ -166,8 +166,9 @@ def gpu_of(device: str) -> Gpu | None:
     except OSError:
         text = ""
     driver = re.search(r"\b\d+\.\d[\d.]*", text)  # ... Kernel Module  550.54.15  Fri ...
+    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     name = torch.cuda.get_device_name(device)
-    return Gpu(name, driver[0] if driver else "unknown", torch.version.cuda, torch.backends.cudnn.version())
+    return Gpu(name, driver[0] if driver else "unknown", torch.version.cuda, cudnn)
 
 
 class DeviceLostError(RuntimeError):
