@@ -19,7 +19,7 @@ AUTOCAST = {"bfloat16": torch.bfloat16}
 GPU = "cuda:0"
 """The GPU of a process that has one; Ray shows an actor no other."""
 WORKSPACE = ":4096:8"
-"""What cuBLAS needs for the same bits every time; it reads it from the environment when it is first used."""
+"""What cuBLAS needs for the same bits every time; torch reads it from the environment once, at its first use."""
 
 
 def set_up_process(precision: str, *, deterministic: bool) -> None:
@@ -29,8 +29,6 @@ def set_up_process(precision: str, *, deterministic: bool) -> None:
     """
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
     if torch.get_deterministic_debug_mode() != (2 if deterministic else 0):
         torch.use_deterministic_algorithms(deterministic)  # loads torch's compiler, for a second
     # Filling every new tensor with NaN would only show reads of values that nobody wrote.
@@ -184,7 +182,9 @@ def context_bytes() -> int:
 
     CUDA does not tell processes apart: exact while no other uses the GPU, else at most `CONTEXT_BYTES`.
     """
-    ones = torch.ones((8, 8), device="cuda:0")
+    # Also for deterministic runs that come later in this process.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+    ones = torch.ones((8, 8), device=GPU)
     torch.mm(ones, ones)  # loads cuBLAS
     free, total = torch.cuda.mem_get_info(0)
     return min(CONTEXT_BYTES, total - free - torch.cuda.memory_reserved(0))

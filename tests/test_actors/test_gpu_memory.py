@@ -1,17 +1,19 @@
 """A client actor whose GPU has no room for the weights that a chunk's clients read, on processors alone."""
 
+import os
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import ray
 import torch
+from torch import Tensor
 
 from fedloom.actors.client import ClientActor, assigned_device, other_torch, to_arrays
 from fedloom.actors.placement import plan_groups
 from fedloom.actors.pool import ActorPool
 from fedloom.platform.clients.assignments import SERVER, Assignment, ClientResult
-from fedloom.platform.clients.device import CONTEXT_BYTES, GPU, context_bytes, memory_of
+from fedloom.platform.clients.device import CONTEXT_BYTES, GPU, WORKSPACE, context_bytes, memory_of
 from fedloom.platform.clients.execution import Chunk, ChunkRunner
 from fedloom.platform.federation.config import ExecutorConfig, RunConfig
 from fedloom.platform.runs.run import _serial_devices
@@ -75,11 +77,20 @@ def test_the_shares_of_a_gpu_leave_room_for_every_context(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("others", [0, 3_000_000_000])
 def test_a_context_is_what_is_taken_besides_tensors(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
-    ones = torch.ones
+    ones, mm, seen = torch.ones, torch.mm, list[str | None]()
+
+    def first_use(a: Tensor, b: Tensor) -> Tensor:
+        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return mm(a, b)
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # undone at the end
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch, "mm", first_use)
     monkeypatch.setattr(torch, "ones", lambda shape, device: ones(shape))  # noqa: ARG005
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (7_500_000_000 - others, 8_000_000_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 20_000_000)
     assert context_bytes() == (CONTEXT_BYTES if others else 480_000_000)
+    assert seen == [WORKSPACE], "torch reads it once: without, deterministic runs would fail"
 
 
 def test_another_version_of_torch_is_named_and_another_build_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
