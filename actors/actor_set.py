@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 from ray.exceptions import RayError
 
 from fedloom.actors.client import About, RemoteClient, source_of
@@ -81,6 +82,10 @@ class ActorSet:
         """References of the answers of starting actors, for `ray.wait` and then `take_answer`."""
         return [member.answer for member in self.members if member.about is None]
 
+    def waiting(self) -> list[Member]:
+        """Starting actors that Ray has not given a process on a node yet; the others import torch."""
+        return [member for member in self.members if member.about is None and not _has_process(member.actor)]
+
     def take_answer(self, answer: Any) -> None:
         """Processes the answer of a starting actor: it is idle now, or its start is repeated later; see `check`."""
         member = next(m for m in self.members if m.answer == answer)
@@ -151,6 +156,11 @@ class ActorSet:
     def _end(self, member: Member) -> None:
         ray.kill(member.actor)
         self.members.remove(member)
+
+
+def _has_process(actor: Any) -> bool:
+    known = ray_state.actors(actor._actor_id.hex())  # the address names a node even while there is no room on it
+    return bool(known) and known["Pid"] != 0
 
 
 def check(about: About, source: str, plugins: Sequence[str]) -> None:

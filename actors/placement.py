@@ -1,12 +1,18 @@
 """Plans the client actors of a run: their number, CPUs, share of a GPU, and tiers; and waits for these resources."""
 
+import bisect
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
+from ray._private import state as ray_state
+from ray.autoscaler.v2.utils import is_autoscaler_v2
+from ray.experimental import internal_kv
 from ray.util import get_current_placement_group
 
 from fedloom.platform.federation.config import ExecutorConfig
@@ -24,121 +30,184 @@ class ActorGroup:
     num_gpus: float
     tiers: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return _amounts({"CPU": self.num_cpus, "GPU": self.num_gpus})
+
 
 ROUNDING = 1e-9
 """Tolerance for rounding errors in sums of fractional resources."""
 
+Room = Mapping[str, float]
+"""Resources (`CPU`, `GPU`) of one node, or of one bundle of a placement group: no actor is spread over two."""
+
+Rooms = dict[str, Room]
+"""Rooms by the ids of their nodes, or by the positions of their bundles."""
+
 
 def groups_of_run(
-    config: ExecutorConfig, tiers: Sequence[Tier], resources: Mapping[str, float], num_clients: int, nodes: int = 1
+    config: ExecutorConfig, tiers: Sequence[Tier], rooms: Sequence[Room], num_clients: int
 ) -> list[ActorGroup]:
-    """The actor groups of a run with `num_clients` registered clients, resident or not, on these free resources.
+    """The actor groups of a run with `num_clients` registered clients, resident or not, in these free rooms.
 
     Raises ValueError under the conditions of `plan_groups` and `resident_group`.
     """
-    groups = plan_groups(config, tiers, resources)
-    if not config.resident:
-        return groups
-    return [resident_group(groups[0], resources.get("CPU", 0.0), num_clients, nodes)]
-
-
-def plan_groups(config: ExecutorConfig, tiers: Sequence[Tier], resources: Mapping[str, float]) -> list[ActorGroup]:
-    """The actor groups for a cluster with these free resources (`CPU`, `GPU`).
-
-    Without GPU shares all tiers share one group, sized by the CPUs. With GPU shares tiers of equal resources share a
-    group: every group first gets one actor, then the groups grow in turn until the GPUs or CPUs are used up.
-    If every client has its own actor (`config.resident`), there is one group, and its actors have the resources of the
-    largest tier; `resident_group` then divides the CPUs of these actors among the clients, so that all clients fit.
-
-    Raises:
-        ValueError: the cluster cannot hold one actor of each group; the message says what is missing.
-    """
-    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    num_cpus = max(t.num_cpus for t in tiers)
-    fitting = math.floor(cpus / num_cpus + ROUNDING)
-    wanted = config.actors if config.actors is not None else fitting
     if config.resident:
-        num_gpus = max(t.num_gpus for t in tiers)
-        if num_gpus > gpus + ROUNDING:
-            raise ValueError(
-                f"a client actor needs {num_gpus:g} GPUs, the cluster has {gpus:g} free: lower tiers.num_gpus or give "
-                "Ray more GPUs (ray.num_gpus)"
-            )
-        return [ActorGroup("clients", max(1, wanted), num_cpus, num_gpus)]
-    if all(t.num_gpus == 0 for t in tiers):
-        if wanted < 1 or wanted > fitting:
-            raise ValueError(
-                f"{max(1, wanted)} client actors of {num_cpus:g} CPUs need {max(1, wanted) * num_cpus:g} CPUs, "
-                f"the cluster has {cpus:g} free: lower executor.actors or give Ray more CPUs (ray.num_cpus)"
-            )
-        return [ActorGroup("clients", wanted, num_cpus, 0.0)]
-    return _grow(groups_by_size(tiers), cpus, gpus)
+        return [resident_group(config, tiers, rooms, num_clients)]
+    return plan_groups(config, tiers, rooms)
 
 
-def groups_by_size(tiers: Sequence[Tier]) -> list[ActorGroup]:
-    """One group of one actor for all tiers with the same CPUs and share of a GPU, in the order of the tiers."""
+def plan_groups(
+    config: ExecutorConfig, tiers: Sequence[Tier], rooms: Sequence[Room], runs: int = 1
+) -> list[ActorGroup]:
+    """The actor groups of each of `runs` equal runs at once whose clients are not resident.
+
+    Every group first gets one actor, then the groups grow in turn while there is room, or up to `config.actors`.
+    Raises ValueError if there is no room for one actor of each group, or for `config.actors`; it says what there is.
+    """
+    least = least_groups(config, tiers)
+    groups = filled(least, rooms, config.actors, runs)
+    counts = [group.actors for group in groups]
+    if all(counts) and config.actors in (None, sum(counts)):
+        return groups
+    needs = total(bundles_of(least))
+    there = total([{"CPU": 0.0}, *rooms])
+    nodes = f", on {len(rooms)} nodes" if len(rooms) > 1 else ""
+    if "GPU" not in needs:
+        (group,) = least
+        raise ValueError(
+            f"{group.actors} client actors of {group} need {needs['CPU']:g} CPUs, the cluster has {there['CPU']:g} "
+            f"free{nodes}: lower executor.actors or give Ray more CPUs (ray.num_cpus)"
+        )
+    if nodes:
+        nodes += f" ({'; '.join(_amounts(room) for room in rooms)})"
+    wanted = " and ".join(f"{group.actors} client actors of {group} ({', '.join(group.tiers)})" for group in least)
+    raise ValueError(
+        f"{wanted} need {_amounts(needs)}, the cluster has {_amounts(there)} free{nodes}: lower tiers.num_cpus or "
+        f"tiers.num_gpus{'' if config.actors is None else ' or executor.actors'}"
+    )
+
+
+def _amounts(room: Room) -> str:
+    return f"{room.get('CPU', 0.0):g} CPUs" + (f" and {room['GPU']:g} GPUs" if room.get("GPU") else "")
+
+
+def least_groups(config: ExecutorConfig, tiers: Sequence[Tier]) -> list[ActorGroup]:
+    """The groups with one actor each or, in turn, `config.actors` together: what a run cannot do without.
+
+    Tiers with the same CPUs and share of a GPU share a group; without GPU shares all tiers do, with the CPUs of the
+    largest. Raises ValueError if `config.actors` are fewer than the groups.
+    """
     names: dict[tuple[float, float], list[str]] = {}
     for tier in tiers:
         names.setdefault((tier.num_cpus, tier.num_gpus), []).append(tier.name)
-    return [ActorGroup("+".join(of_size), 1, *size, tuple(of_size)) for size, of_size in names.items()]
+    sizes = [ActorGroup("+".join(of_size), 1, *size, tuple(of_size)) for size, of_size in names.items()]
+    if all(tier.num_gpus == 0 for tier in tiers):
+        sizes = [ActorGroup("clients", 1, max(tier.num_cpus for tier in tiers), 0.0)]
+    actors = len(sizes) if config.actors is None else config.actors
+    if actors < len(sizes):
+        raise ValueError(f"executor.actors={actors}: the tiers need actors of {len(sizes)} sizes; give as many or more")
+    return [replace(size, actors=(actors + len(sizes) - 1 - i) // len(sizes)) for i, size in enumerate(sizes)]
 
 
-def _grow(groups: Sequence[ActorGroup], cpus: float, gpus: float) -> list[ActorGroup]:
-    counts = [1] * len(groups)
-    least_cpus, least_gpus = sum(g.num_cpus for g in groups), sum(g.num_gpus for g in groups)
-    cpus, gpus = cpus - least_cpus, gpus - least_gpus
-    if cpus < -ROUNDING or gpus < -ROUNDING:
-        raise ValueError(
-            f"one client actor per tier (one for tiers of equal resources) needs {least_cpus:g} CPUs and "
-            f"{least_gpus:g} GPUs, {max(0.0, -cpus):g} CPUs and {max(0.0, -gpus):g} GPUs are missing: lower "
-            "tiers.num_cpus or tiers.num_gpus"
-        )
-    grown = True
-    while grown:
-        grown = False
-        for i, group in enumerate(groups):
-            if group.num_cpus <= cpus + ROUNDING and group.num_gpus <= gpus + ROUNDING:
+def filled(groups: Sequence[ActorGroup], rooms: Sequence[Room], most: int | None, runs: int = 1) -> list[ActorGroup]:
+    """The groups with as many actors as fit into the rooms `runs` times, but at most `most` together.
+
+    They grow in turn, the first actors of all groups before the second ones, and of the first ones the largest before
+    the others. An actor is put where the least of the GPUs, and then the fewest CPUs, are free.
+    """
+    insides = [_Inside(room) for room in rooms]
+    counts = dict.fromkeys(range(len(groups)), 0)
+    growing = sorted(counts, key=lambda i: (-groups[i].num_gpus, -groups[i].num_cpus))
+    while growing:
+        for i in tuple(growing):
+            before = deepcopy(insides) if runs > 1 else insides
+            fits = sum(counts.values()) != most and all(_put(groups[i], insides) for _ in range(runs))
+            if fits:
                 counts[i] += 1
-                cpus, gpus, grown = cpus - group.num_cpus, gpus - group.num_gpus, True
-    return [replace(group, actors=count) for group, count in zip(groups, counts, strict=True)]
+            else:
+                insides = before
+                growing.remove(i)
+        growing.sort()
+    return [replace(group, actors=counts[i]) for i, group in enumerate(groups)]
 
 
-CPU_UNIT = 1e-4
-"""The smallest amount of CPU that Ray counts."""
+def _put(group: ActorGroup, insides: Sequence["_Inside"]) -> bool:
+    return any(inside.put(group) for inside in sorted(insides, key=lambda inside: (sum(inside.gpus), inside.cpus)))
 
 
-def resident_group(group: ActorGroup, cpus: float, num_clients: int, nodes: int = 1) -> ActorGroup:
-    """A group of one actor per client and one for the server's data, each with so few CPUs that all fit into `cpus`.
+class _Inside:
+    """What is free in a room, with its GPUs one by one: a share is one of a single device."""
 
-    On several nodes the actors fit for any distribution of the CPUs, since less than one actor's share is left over on
-    each node. An actor's CPUs are only an entry in Ray's resource accounting: with fewer, clients share CPUs, and the
-    results are the same.
+    def __init__(self, room: Room) -> None:
+        gpus = room.get("GPU", 0.0) + ROUNDING
+        self.cpus, self.gpus = room.get("CPU", 0.0), [1.0] * math.floor(gpus) + [gpus % 1.0]
+
+    def holds(self, share: float) -> float:
+        """How many such shares of a GPU are free; infinitely many of 0."""
+        if share > 1:
+            return self.gpus.count(1.0) // share
+        return sum(math.floor(free / share + ROUNDING) for free in self.gpus) if share else math.inf
+
+    def put(self, group: ActorGroup) -> bool:
+        """Takes an actor's resources out of the room if it fits; returns whether it does."""
+        number, share = math.ceil(group.num_gpus), min(1.0, group.num_gpus)
+        devices = sorted(free for free in self.gpus if free + ROUNDING >= share)[:number]
+        if group.num_cpus > self.cpus + ROUNDING or len(devices) < number:
+            return False
+        self.cpus -= group.num_cpus
+        for free in devices:
+            self.gpus[self.gpus.index(free)] = free - share
+        return True
+
+
+UNITS = 10_000
+"""Ray counts CPUs and GPUs in units of 1e-4."""
+
+
+def resident_group(
+    config: ExecutorConfig, tiers: Sequence[Tier], rooms: Sequence[Room], num_clients: int, runs: int = 1
+) -> ActorGroup:
+    """A group of one actor per client and one for the server's data, so small that those of `runs` runs fit.
+
+    Each has the CPUs and the share of a GPU of the largest tier or, where they do not fit, as many CPUs and such a 1/k
+    of a GPU that they do; their CPUs together are at most those of `config.actors` actors. CPUs are only an entry in
+    Ray's accounting: with fewer, clients share CPUs, and the results are the same. A share of a GPU limits its memory.
     Raises ValueError if an actor's share would be below the smallest amount that Ray counts.
     """
-    # n clients, N nodes, c CPUs (c_i on node i). With s = c / (n + N) at least n + 1 actors fit:
-    # sum_i floor(c_i / s) > sum_i (c_i / s - 1) = c / s - N = n.
-    share = cpus / (num_clients + nodes)
-    if share >= group.num_cpus - ROUNDING:
-        return replace(group, actors=num_clients + 1)
-    units = math.floor(share / CPU_UNIT + 1e-6)
-    if units < 1:
+    actors, insides = num_clients + 1, [_Inside(room) for room in rooms]
+    num_cpus, num_gpus = max(tier.num_cpus for tier in tiers), max(tier.num_gpus for tier in tiers)
+
+    def fit(cpus: float, gpus: float) -> bool:
+        counts = ((math.floor(inside.cpus / cpus + ROUNDING), inside.holds(gpus)) for inside in insides)
+        return sum(map(min, counts)) >= actors * runs
+
+    first_k = math.ceil(1 / num_gpus - ROUNDING) if num_gpus else 1
+    parts = [math.floor(UNITS / k) / UNITS for k in range(max(1, first_k), UNITS + 1)] if num_gpus else []
+    gpus = next((share for share in (num_gpus, *parts) if fit(1 / UNITS, share)), None)
+    if gpus is None:
+        there = total([{"CPU": 0.0}, *rooms])
         raise ValueError(
-            f"executor.resident: {num_clients} clients with an actor each do not fit into {cpus:g} CPUs: "
-            "set executor.resident=false"
+            f"executor.resident: {num_clients} clients with an actor each do not fit into "
+            f"{_amounts(there)}: set executor.resident=false"
         )
-    return replace(group, actors=num_clients + 1, num_cpus=round(units * CPU_UNIT, 4))
+    most = num_cpus if config.actors is None else min(num_cpus, config.actors * num_cpus / actors)
+    if not fit(most, gpus):  # from 1, which fits, to the most that does
+        units = bisect.bisect_left(
+            range(1, math.ceil(most * UNITS)), True, key=lambda unit: not fit(unit / UNITS, gpus)
+        )
+        most = units / UNITS
+    whole = UNITS if most > 1 else 1  # more than one CPU has to be a whole number
+    units = math.floor(most * UNITS / whole + ROUNDING) * whole
+    return ActorGroup("clients", actors, units / UNITS, gpus)
 
 
-def bundles_of(groups: Sequence[ActorGroup], resident: int | None = None) -> list[dict[str, float]]:
-    """One bundle of resources per client actor, for the placement group of a run with these actor groups.
+def bundles_of(groups: Sequence[ActorGroup]) -> list[dict[str, float]]:
+    """One bundle of resources per client actor, for the placement group of a run with these groups of `groups_of_run`.
 
-    `groups` come from `groups_of_run`; the same call on the sum of the bundles returns the same groups. `resident` is
-    the number of clients if each has its own actor; one more bundle is for the server's data.
+    The same call on the bundles returns the same groups.
     """
-    counts = [group.actors if resident is None else resident + 1 for group in groups]
-    needs = ((("CPU", group.num_cpus), ("GPU", group.num_gpus)) for group in groups)
-    bundles = [{name: amount for name, amount in need if amount} for need in needs]
-    return [dict(bundle) for bundle, count in zip(bundles, counts, strict=True) for _ in range(count)]
+    needs = [{"CPU": group.num_cpus, **({"GPU": group.num_gpus} if group.num_gpus else {})} for group in groups]
+    return [dict(need) for need, group in zip(needs, groups, strict=True) for _ in range(group.actors)]
 
 
 def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -149,93 +218,114 @@ def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def free_resources() -> dict[str, float]:
-    """The resources available to client actors that this process starts.
+def free_rooms() -> Rooms:
+    """What is free for client actors that this process starts, by node.
 
-    In a placement group (in the actor of a trial) these are the resources of the group's bundles, less those assigned
-    to this process, because its actors are placed in the group. Otherwise they are the free resources of the cluster.
+    In a placement group (in the actor of a trial) these are the group's bundles, less what is assigned to this process,
+    because its actors are placed in the group.
     """
-    placement_group = get_current_placement_group()
-    if placement_group is None:
-        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-        return free
-    resources = total(placement_group.bundle_specs)
-    for name, amount in ray.get_runtime_context().get_assigned_resources().items():  # type: ignore[no-untyped-call]
-        resources[name] = max(0.0, resources.get(name, 0.0) - amount)
-    return resources
+    group = get_current_placement_group()
+    if group is not None:
+        rooms = [dict(bundle) for bundle in group.bundle_specs]
+        own = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
+        taken = next((room for room in rooms if all(room.get(n, 0.0) + ROUNDING >= own[n] for n in own)), {})
+        for name in own:
+            taken[name] = taken.get(name, 0.0) - own[name]
+        return {str(index): room for index, room in enumerate(rooms)}
+    if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call] # the server will see the nodes
+        return {"cluster": _counted(ray.available_resources())}  # type: ignore[no-untyped-call]
+    free = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return {node: _counted(free[node]) for node in whole_rooms() if node in free}
 
 
-def nodes_to_fill() -> int:
-    """Number of nodes over which `free_resources` may be spread, each with a rest too small for an actor.
-
-    It is 1 in a placement group, because each of its bundles is sized for one actor.
-    """
+def whole_rooms() -> Rooms:
+    """What `free_rooms` would find if nothing else ran."""
     if get_current_placement_group() is not None:
-        return 1
+        return free_rooms()
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    with_cpus = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0.0) > 0]
-    return max(1, len(with_cpus))
+    return {node["NodeID"]: _counted(node["Resources"]) for node in nodes if node["Alive"]}
 
 
-# -- waiting for other runs -------------------------------------------------------------------------------------------
+def _counted(resources: Mapping[str, float]) -> Room:
+    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
 
-Resources = Mapping[str, float]
+
+# -- waiting for other runs and for nodes -----------------------------------------------------------------------------
+
 T = TypeVar("T")
 
 POLL_S = 1.0
+
+READ_ONLY = "node_"
+"""How Ray's autoscaler names the types of nodes that it has not started and cannot start: this and their id."""
+
+
+def can_grow() -> bool:
+    """Whether the cluster has an autoscaler, which starts nodes when actors wait for them."""
+    if is_autoscaler_v2():  # it does not tell what it can start
+        return True
+    status = internal_kv._internal_kv_get("__autoscaling_status")
+    types = json.loads(status)["autoscaler_report"]["node_type_mapping"] if status else None
+    return any(not name.startswith(READ_ONLY) for name in (types or {}).values())
 
 
 def groups_in_line(world: World, tell: Callable[[str], None]) -> list[ActorGroup]:
     """The actor groups of a run, as soon as they fit besides what else is on the cluster, for up to `ray.wait_s`.
 
+    On a cluster that can grow they need not fit: what waits there makes it grow.
     Raises ValueError under the conditions of `wait_for_room` and `groups_of_run`.
     """
+    config = world.config.executor
 
-    def whole_resources() -> Resources:
-        """What `free_resources` would find if nothing else ran."""
-        if get_current_placement_group() is not None:
-            return free_resources()
-        whole: Resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        return whole
+    def plan(rooms: Rooms) -> list[ActorGroup]:
+        return groups_of_run(config, world.tiers, list(rooms.values()), world.num_clients)
 
-    def plan(resources: Resources) -> list[ActorGroup]:
-        return groups_of_run(world.config.executor, world.tiers, resources, world.num_clients, nodes_to_fill())
-
-    return wait_for_room(plan, free_resources, whole_resources, world.config.ray.wait_s, tell)
+    if config.resident or get_current_placement_group() is not None or not can_grow():
+        return wait_for_room(plan, free_rooms, whole_rooms, world.config.ray.wait_s, tell)
+    try:
+        return plan(free_rooms())
+    except ValueError as error:
+        tell(f"asking this cluster to grow: {error}")
+        return least_groups(config, world.tiers)
 
 
 def wait_for_room(
-    plan: Callable[[Resources], T],
-    free: Callable[[], Resources],
-    whole: Callable[[], Resources],
+    plan: Callable[[Rooms], T],
+    free: Callable[[], Rooms],
+    whole: Callable[[], Rooms],
     wait_s: float,
     tell: Callable[[str], None],
 ) -> T:
-    """What `plan` makes of the free resources, as soon as they suffice, with word to `tell` if that is not at once.
+    """What `plan` makes of the free rooms, as soon as they suffice, with word to `tell` if that is not at once.
 
     Raises the ValueError of `plan` at once if not even the whole cluster suffices, and after `wait_s` one that says
     what helps then.
     """
-    resources = free()
+
+    def said(rooms: Rooms) -> str:
+        return f"{said_free(total(list(rooms.values())), total(list(whole().values())))} are free"
+
+    rooms = free()
     try:
-        return plan(resources)
+        return plan(rooms)
     except ValueError:
         plan(whole())  # raises, if waiting would be in vain
-    tell(f"waiting for other runs on this cluster: {_said(resources, whole())}; for up to {wait_s:g} s (ray.wait_s)")
+    tell(f"waiting for other runs on this cluster: {said(rooms)}; for up to {wait_s:g} s (ray.wait_s)")
     end_s = time.monotonic() + wait_s
     while (now_s := time.monotonic()) < end_s:
         time.sleep(min(POLL_S, end_s - now_s))
-        resources = free()
+        rooms = free()
         try:
-            return plan(resources)
+            return plan(rooms)
         except ValueError:
             continue
     raise ValueError(
-        f"other runs hold this cluster: {_said(resources, whole())} after {wait_s:g} s; start this run when one has "
+        f"other runs hold this cluster: {said(rooms)} after {wait_s:g} s; start this run when one has "
         "ended, wait longer (ray.wait_s=3600), or start a cluster of its own (ray.address=local)"
     )
 
 
-def _said(free: Resources, whole: Resources) -> str:
+def said_free(free: Room, whole: Room) -> str:
+    """What is free of what there is, for a message."""
     names = [name for name in ("CPU", "GPU") if whole.get(name, 0.0) > 0]
-    return " and ".join(f"{free.get(name, 0.0):g} of {whole[name]:g} {name}s are free" for name in names)
+    return " and ".join(f"{free.get(name, 0.0):g} of {whole[name]:g} {name}s" for name in names)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from fedloom.actors.actor_set import ActorSet, Member, cause_of
-from fedloom.actors.client import accept_shared_memory, to_arrays, unpack
-from fedloom.actors.placement import ActorGroup
+from fedloom.actors.client import accept_shared_memory, place, to_arrays, unpack
+from fedloom.actors.placement import ActorGroup, Rooms, filled, free_rooms, said_free, whole_rooms
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import (
     SLOW_S,
@@ -43,12 +43,21 @@ START_TIMEOUT_S = 300.0
 Long enough for an actor to import torch and to wait for free CPUs or for a node to join the cluster.
 """
 
+SLOW_START_S = 10.0
+"""Seconds after which a run tells which actors wait for a node, and starts without them."""
+
+NODES_S = 1.0
+"""Seconds between two looks for nodes that have joined."""
+
 STACK_TIME_FACTOR = 2
 """A stack of clients may take so many times as long as one client: it is one training, with vectorised steps."""
 
 STACK_TIMED_OUT = "its stack exceeded the time limit"
 
 RESIDENT = "resident"
+
+MOST_NODES = 8
+"""Nodes that a message tells the free resources of."""
 
 LAST_JOBS = 4
 """Jobs per actor at the end of a round of which the largest start first."""
@@ -146,6 +155,14 @@ class Work:
     finished: dict[int, ChunkResult] = field(default_factory=dict)
 
 
+def said_nodes() -> str:
+    """What is free on each node, for a message."""
+    nodes, free, whole = ray.nodes(), free_rooms(), whole_rooms()  # type: ignore[no-untyped-call]
+    hosts = {node["NodeID"]: place(node["NodeManagerHostname"], node["NodeID"]) for node in nodes}
+    said = [f"{said_free(free[node], whole[node])} on {hosts.get(node, node)}" for node in whole if node in free]
+    return "free: " + "; ".join(said[:MOST_NODES] + ["..."] * (len(said) > MOST_NODES))
+
+
 def in_balance(jobs: Sequence[Job], actors: int) -> deque[Job]:
     """Jobs in plan order, but of the last ones the largest first, so that no actor ends a round long after the others.
 
@@ -162,9 +179,11 @@ class ActorPool:
         spec: the specification from which each actor builds its worker.
         groups: the actors to start.
         resident: every client has its own actor, started at first use with the resources of the first group.
+        most: the number of actors up to which nodes that join are used; None for no limit.
         actor_attempts: attempts at a chunk whose actors die, before its clients are reported as failed.
         client_timeout_s: wall-clock seconds after which a client is reported as timed out and its actor is replaced. A
             stack of clients has `STACK_TIME_FACTOR` times as long, and is then trained one client after the other.
+        wait_s: seconds that the first actors may take to start, if that is more than `START_TIMEOUT_S`.
     """
 
     def __init__(
@@ -173,15 +192,20 @@ class ActorPool:
         groups: Sequence[ActorGroup],
         *,
         resident: bool = False,
+        most: int | None = None,
         actor_attempts: int = 3,
         client_timeout_s: float = 3600.0,
+        wait_s: float = 0.0,
     ) -> None:
         accept_shared_memory()
         self.spec, self.groups, self.resident = spec, {group.name: group for group in groups}, resident
-        self.actor_attempts, self.client_timeout_s = actor_attempts, client_timeout_s
+        self.most, self.actor_attempts, self.client_timeout_s = most, actor_attempts, client_timeout_s
+        self.wait_s = wait_s
         self.actors = ActorSet(spec, resident)
         self._shared: tuple[str, Any] | None = None
         self._down_since_s: dict[str, float] = {}
+        self._nodes, self._joined = set(free_rooms()), Rooms()
+        self._looked_s = time.monotonic()
         if not resident:
             try:
                 self._start_actors()
@@ -190,23 +214,39 @@ class ActorPool:
                 raise
 
     def _start_actors(self) -> None:
-        """Returns when all actors have answered, or after `START_TIMEOUT_S` if at least one of each group has.
+        """Returns when all actors have answered, or those that have got a process, at least one of each group.
 
-        Raises RunFailedError if a start fails or if a group has no actor after that time.
+        The others are told after `SLOW_START_S`, and join when they come. Raises RunFailedError if a start fails or if
+        a group has no actor after the time-out.
         """
-        for group in self.groups.values():
+        for group in sorted(self.groups.values(), key=lambda group: (-group.num_gpus, -group.num_cpus)):
             for _ in range(group.actors):
                 self.actors.start(group)
-        end_s = time.monotonic() + START_TIMEOUT_S
-        while (starting := self.actors.starting()) and time.monotonic() < end_s:
-            for answer in ray.wait(starting, num_returns=1, timeout=min(POLL_S, START_TIMEOUT_S))[0]:
+        start_s, timeout_s, told = time.monotonic(), max(START_TIMEOUT_S, self.wait_s), False
+        while (starting := self.actors.starting()) and time.monotonic() - start_s < timeout_s:
+            for answer in ray.wait(starting, num_returns=1, timeout=min(POLL_S, timeout_s))[0]:
                 self.actors.take_answer(answer)
             if self.actors.start_errors:  # causes at this point, such as a GPU that torch does not see, persist
                 group_name, cause = next(iter(self.actors.start_errors.items()))
                 raise RunFailedError(f"a client actor ({group_name}) could not be started: {cause}")
+            if time.monotonic() - start_s < SLOW_START_S or not (waiting := self.actors.waiting()):
+                continue
+            if not told:
+                told = True
+                logger.warning("%s", self._missing(waiting))
+            if len(waiting) == len(self.actors.starting()) and all(map(self.actors.is_up, self.groups)):
+                return
         for group in self.groups.values():
             if not self.actors.is_up(group.name):
                 raise RunFailedError(self._no_actor(group))
+
+    def _missing(self, waiting: Sequence[Member]) -> str:
+        needs = Counter(str(member.group) for member in waiting)
+        wanted, members = " and ".join(f"{n} of {size}" for size, n in needs.items()), len(self.actors.members)
+        return (
+            f"{members - len(waiting)} of {members} client actors have a process after {SLOW_START_S:g} s; {wanted} "
+            f"wait for a node with room ({said_nodes()}): the run starts without them, as soon as each group has one"
+        )
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
         reference = self._share(weights)
@@ -257,8 +297,24 @@ class ActorPool:
                 return name
         return next(reversed(self.groups))
 
+    def _use_new_nodes(self) -> None:
+        """Starts actors on nodes that have joined, as soon as their room has been seen free twice."""
+        if self.resident or self.actors.starting() or time.monotonic() - self._looked_s < NODES_S:
+            return
+        self._looked_s = time.monotonic()
+        joined = {node: room for node, room in free_rooms().items() if node not in self._nodes}
+        if joined and joined == self._joined:
+            self._nodes |= joined.keys()
+            most = None if self.most is None else self.most - len(self.actors.members)
+            for group in filled(list(self.groups.values()), list(joined.values()), most):
+                logger.info("%d client actors (%s) more: nodes have joined", group.actors, group.name)
+                for _ in range(group.actors):
+                    self.actors.start(group)
+        self._joined = joined
+
     def _dispatch(self, work: Work) -> None:
         """Gives the next jobs to idle actors."""
+        self._use_new_nodes()
         for group, jobs in work.waiting.items():
             while jobs and (member := self.actors.take(group)):
                 job = jobs.popleft()
@@ -340,13 +396,12 @@ class ActorPool:
                     work.finished[job.index] = job.failed(text)
 
     def _no_actor(self, group: ActorGroup) -> str:
-        gpus = f" and {group.num_gpus:g} GPUs" if group.num_gpus else ""
         cause = self.actors.start_errors.get(group.name)
         # No start error means that Ray has not placed the actor yet.
-        because = f"the last one failed: {cause}" if cause else "no free CPUs, or no node that can run it"
+        because = f"the last one failed: {cause}" if cause else f"no node has room for it: {said_nodes()}"
         return (
-            f"no client actor ({group.name}) of {group.num_cpus:g} CPUs{gpus} came up within {START_TIMEOUT_S:g} s "
-            f"({because}): add a node or end what uses the cluster, and resume the run"
+            f"no client actor ({group.name}) of {group} came up within {START_TIMEOUT_S:g} s ({because}): "
+            "add a node or end what uses the cluster, and resume the run"
         )
 
     # -- clients that hang --------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The server actor: holds the global state, runs the method's rounds and writes results; the driver only watches."""
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -19,17 +20,29 @@ from fedloom.platform.runs.logs import CONSOLE, warnings_in
 from fedloom.platform.runs.run import Resume, RunEnd, Watcher, run_to_end
 from fedloom.platform.runs.source_code import named_modules
 
+logger = logging.getLogger(__name__)
+
 
 def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> ActorPool:
     """The client actors of a run, in this process's placement group or else on the cluster's free resources.
 
     `tell` gets the message of a run that has to wait for them.
     """
-    executor = world.config.executor
+    executor, groups = world.config.executor, groups_in_line(world, tell)
+    wanted = max(tier.num_gpus for tier in world.tiers)
+    if executor.resident and groups[0].num_gpus < wanted:
+        logger.warning(
+            "%d actors, each with %g of a GPU instead of %g, so that all fit (executor.resident)",
+            groups[0].actors,
+            groups[0].num_gpus,
+            wanted,
+        )
     return ActorPool(
         replace(world.spec, plugins=tuple(named_modules(asdict(world.config))), torch=str(torch.__version__)),
-        groups_in_line(world, tell),
+        groups,
         resident=executor.resident,
+        most=executor.actors,
+        wait_s=world.config.ray.wait_s,
         actor_attempts=executor.failures.actor_attempts,
         client_timeout_s=executor.client_timeout_s,
     )

@@ -37,7 +37,11 @@ from fedloom.platform.spaces.registry import SPACES
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ROOT / "tests" / "plugins"
 FOLDERS = ("platform", "tiers", "actors", "experiments", "experiments/benchmarks")
-READMES = [ROOT / "README.md", *(ROOT / part / "README.md" for part in FOLDERS)]
+READMES = [
+    ROOT / "README.md",
+    *(ROOT / part / "README.md" for part in FOLDERS),
+    ROOT / "docs" / "first-hour-on-a-gpu.md",
+]
 PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 MOST_LINES = 150
 ALIASES = {"describe": ("space=", "space.name="), "prepare": ("dataset=", "data.dataset=")}

@@ -25,6 +25,7 @@ TOP_LEVEL = {
     "platform",
     "actors",
     "experiments",
+    "docs",
     "tests",
     "pyproject.toml",
     "README.md",

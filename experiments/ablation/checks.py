@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedloom.actors.placement import ActorGroup, bundles_of, groups_by_size, plan_groups, resident_group
+from fedloom.actors.placement import ActorGroup, bundles_of, least_groups, plan_groups, resident_group
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.config import RunConfig
@@ -169,36 +169,32 @@ def bundles_of_trial(
 ) -> Bundles:
     """One bundle per client actor of a trial; the trial's server reserves no CPU.
 
-    Without `executor.actors` the number of actors is such that all `trials` fit at once, but at least one (one per tier
-    if tiers have GPU shares). A serial trial has its threads, and a GPU to itself if any tier has a share. Raises
+    Without `executor.actors` the number of actors is such that all `trials` fit at once, but at least one (one for each
+    size if tiers have GPU shares). A serial trial has its threads, and a GPU to itself if any tier has a share. Raises
     ValueError that says what is missing if the cluster cannot hold the trial.
     """
     if config.executor.kind == "serial":
         whole_gpu = {"GPU": 1.0} if any(t.num_gpus for t in tiers) and not config.dry_run else {}
         bundles: Bundles = ({"CPU": float(config.executor.threads), **whole_gpu},)
     else:
-        groups = _groups(config, tiers, cluster, trials)
-        if config.executor.resident:
-            cpus, nodes = groups[0].actors * groups[0].num_cpus, len(cluster.nodes)
-            groups = [resident_group(groups[0], cpus, num_clients, nodes)]
-        bundles = tuple(bundles_of(groups, num_clients if config.executor.resident else None))
+        bundles = tuple(bundles_of(_groups(config, tiers, num_clients, cluster, trials)))
     check_fits(bundles, cluster)
     return bundles
 
 
-def _groups(config: RunConfig, tiers: Sequence[Tier], cluster: Cluster, trials: int) -> list[ActorGroup]:
-    """The pools of a trial: with the smallest possible pool, or with an equal share of the cluster if that is more."""
-    whole = {"CPU": cluster.total("CPU"), "GPU": cluster.total("GPU")}
-    if any(t.num_gpus for t in tiers):  # the smallest pool has one actor per size
-        sizes = groups_by_size(tiers)
-        least = {"CPU": sum(g.num_cpus for g in sizes), "GPU": sum(g.num_gpus for g in sizes)}
-    else:
-        size = max(t.num_cpus for t in tiers)
-        least = {"CPU": (config.executor.actors or 1) * size, "GPU": 0.0}
-        if not config.executor.resident:  # a node's CPUs that are too few for another actor are of no use
-            whole["CPU"] = sum(math.floor(node.get("CPU", 0.0) / size + EPSILON) for node in cluster.nodes) * size
-    share = {name: max(least[name], whole[name] / max(1, trials)) for name in whole}
-    return plan_groups(config.executor, tiers, share)
+def _groups(
+    config: RunConfig, tiers: Sequence[Tier], num_clients: int, cluster: Cluster, trials: int
+) -> list[ActorGroup]:
+    """The pools of a trial, as large as all trials at once can have them, or the smallest possible ones."""
+    executor, rooms = config.executor, cluster.nodes
+    if executor.resident:
+        least_cpus = max(tier.num_cpus for tier in tiers) * (executor.actors or 1)
+        at_once = math.floor(cluster.total("CPU") / least_cpus + EPSILON)
+        return [resident_group(executor, tiers, rooms, num_clients, max(1, min(trials, at_once)))]
+    try:
+        return plan_groups(executor, tiers, rooms, trials)
+    except ValueError:
+        return least_groups(executor, tiers)
 
 
 def check_fits(bundles: Bundles, cluster: Cluster) -> None:

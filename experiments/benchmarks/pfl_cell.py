@@ -8,13 +8,16 @@ Granqvist et al. (2024, Tab. 1) compare frameworks: CIFAR-10, uniformly split ov
 clients (its SGD at 1.0); a CNN of 1.6 M parameters with dropout.
 
 `plain` are two processes with nothing around torch. `fedloom` are two Ray actors, with rows and a checkpoint every
-round. `pfl` is pfl-research with two workers under torchrun, `flower` Flower's simulation on two CPUs of Ray; both are
-measured if they can be imported (`pip install pfl`, `pip install flwr[simulation]`); both are written from their
-documentation and have not been run yet. All use two processes of one
-thread each, images and kernels with the channels last, as pfl-research has them, and the same data and batch sizes; not
-the same order of the data. Every variant runs in a process of its own, the variants alternate, and only ratios of
-medians within one call are meaningful. The first round is left out. The accuracy is that of the last round's weights on
-the test set. Prints a table, and one JSON object on the last line.
+round. `pfl` is pfl-research with two workers under torchrun (gloo), `flower` Flower's simulation with two clients at a
+time; both are measured if they can be imported (`pip install pfl`, `pip install flwr[simulation]`), and were tried with
+pfl 0.6.0 and flwr 1.42.0. All use two processes of one thread each, the same network, images and kernels with the
+channels last, the same clients and batch sizes. They differ in the order of the data: pfl-research, as in its own
+benchmark, takes a client's images in the order in which they are stored, the others shuffle them. None scores anything
+in a round that counts; its own benchmark scores the test set every ten rounds.
+
+Every variant runs in a process of its own, the variants alternate, and only ratios of medians within one call are
+meaningful. The first round is left out. The accuracy is that of the last round's weights on the test set. Prints a
+table, and one JSON object on the last line.
 """
 
 import argparse

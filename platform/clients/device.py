@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -23,16 +24,36 @@ WORKSPACE = ":4096:8"
 
 
 def set_up_process(precision: str, *, deterministic: bool) -> None:
-    """Sets what torch keeps per process: TF32 on GPUs, which torch itself allows to convolutions, and algorithms.
+    """Sets what is kept per process: TF32 on GPUs, which torch itself allows to convolutions, algorithms, and malloc.
 
     The last worker that is made in a process decides. On processors TF32 does not exist, and nothing changes.
     """
+    keep_freed_memory()
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if torch.get_deterministic_debug_mode() != (2 if deterministic else 0):
         torch.use_deterministic_algorithms(deterministic)  # loads torch's compiler, for a second
     # Filling every new tensor with NaN would only show reads of values that nobody wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+KEPT_BYTES = 2**28
+"""The most freed memory that a process keeps for its next step."""
+LARGEST_KEPT_BYTES = 2**25
+"""Larger tensors are returned to the system when they are freed; more than this is not allowed to be kept."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc's malloc keep what a training step frees; without glibc nothing happens.
+
+    By default it returns most of a step's activations to the system and asks for them again in the next step, and the
+    page faults of a small network take a sixth of its training.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
 
 
 @dataclass(frozen=True)

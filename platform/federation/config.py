@@ -158,7 +158,7 @@ class ExecutorConfig:
     """Where clients' work is executed."""
 
     kind: Annotated[Literal["ray", "serial"], "ray (client actors) or serial (this process)"] = "ray"
-    actors: Annotated[int | None, MOST_ACTORS, "client actors on a machine without GPUs; null: one per CPU"] = None
+    actors: Annotated[int | None, MOST_ACTORS, "client actors, of all tiers together; null: as many as fit"] = None
     resident: Annotated[bool, "every client has an actor of its own (cross-silo)"] = False
     chunk_size: Annotated[int, UP_TO_A_MILLION, "number of consecutive clients that an actor gets in one call"] = 1
     threads: Annotated[
@@ -203,7 +203,7 @@ class RayConfig:
     ] = None
     dashboard: Annotated[bool, "Ray's dashboard"] = False
     wait_s: Annotated[
-        float, ZERO_OR_MORE, "seconds that a run waits for other runs on the cluster to free the CPUs that it needs"
+        float, ZERO_OR_MORE, "seconds that a run waits for other runs to free what it needs, or for a cluster to grow"
     ] = 300.0
 
 

@@ -20,7 +20,7 @@ import ray
 from chaos.kill import is_called, orphans
 from chaos.victims import ended, start
 from fedloom.actors.client import About, accept_shared_memory
-from fedloom.actors.placement import plan_groups, resident_group
+from fedloom.actors.placement import groups_of_run
 from fedloom.actors.pool import ActorPool
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.config import RunConfig
@@ -43,9 +43,7 @@ def run_on_actors(config: RunConfig, pool: type[ActorPool] = ActorPool) -> tuple
     pools: list[ActorPool] = []
 
     def make(world: World) -> ActorPool:
-        groups = plan_groups(config.executor, world.tiers, ray.cluster_resources())
-        if config.executor.resident:
-            groups = [resident_group(groups[0], ray.cluster_resources()["CPU"], world.num_clients)]
+        groups = groups_of_run(config.executor, world.tiers, [ray.cluster_resources()], world.num_clients)
         pools.append(pool(world.spec, groups, resident=config.executor.resident))
         return pools[0]
 

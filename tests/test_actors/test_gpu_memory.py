@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.actors.client import ClientActor, assigned_device, other_torch, to_arrays
-from fedloom.actors.placement import plan_groups
+from fedloom.actors.placement import groups_of_run
 from fedloom.actors.pool import ActorPool
 from fedloom.platform.clients.assignments import SERVER, Assignment, ClientResult
 from fedloom.platform.clients.device import CONTEXT_BYTES, GPU, WORKSPACE, context_bytes, memory_of
@@ -121,7 +121,7 @@ def test_a_serial_run_works_on_the_devices_of_actors(
     tiers = make_tiers([1.0, 2.0, 3.0], num_gpus=gpus, num_cpus=cpus)
     config = RunConfig(executor=ExecutorConfig(kind="serial", resident=resident))
     world = SimpleNamespace(config=config, tiers=tiers)
-    groups = plan_groups(config.executor, tiers, {"CPU": 8.0, "GPU": 8.0})
+    groups = groups_of_run(config.executor, tiers, [{"CPU": 8.0, "GPU": 8.0}], 4)
     pool = ActorPool.__new__(ActorPool)
     pool.resident, pool.groups = False, {group.name: group for group in groups}
     of_actors = {

@@ -1,12 +1,19 @@
 """Two nodes of one CPU each, on one machine: the results are those of one process, whatever happens to a node."""
 
+import json
 import os
+import re
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +27,8 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fedloom.actors.placement import ActorGroup, bundles_of, free_resources, nodes_to_fill
+from fedloom.actors.client import WATCH, ClientActor, place
+from fedloom.actors.placement import ActorGroup, bundles_of, can_grow, free_rooms, total
 from fedloom.actors.pool import ActorPool
 from fedloom.actors.server import make_pool
 from fedloom.experiments.runs.launch import _where_results_are
@@ -104,7 +112,7 @@ def cluster(no_ray_cluster: None) -> Iterator[Cluster]:
 def second_node(cluster: Cluster) -> Any:
     """A node beside the driver's, a new one if a test has removed it."""
     node = next(iter(cluster.worker_nodes), None) or cluster.add_node(**NODE)
-    wait_until(lambda: free_resources().get("CPU") == 2.0, "both CPUs to be free")
+    wait_until(lambda: free_cpus() == 2.0, "both CPUs to be free")
     return node
 
 
@@ -114,6 +122,10 @@ def spec(tmp_path_factory: pytest.TempPathFactory, own_cache: Path) -> WorkerSpe
 
     few = ["tiers.count=2", "tiers.paths=1000", "space.stem_channels=8", "data.num_clients=8"]
     return build_world(compose_config(["experiment=fedoras_digits", *few])).spec
+
+
+def free_cpus() -> float:
+    return total(list(free_rooms().values()))["CPU"]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -229,6 +241,97 @@ def test_nobody_waits_for_a_lost_nodes_actor_and_a_new_nodes_takes_part(
         pool.close()
 
 
+def test_a_run_starts_without_the_actors_that_have_no_node_and_uses_one_that_joins_in_the_round_in_progress(
+    spec: WorkerSpec,
+    cluster: Cluster,
+    second_node: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tasks = [Adds(0.1 * (i + 1)) for i in range(8)]
+    monkeypatch.setattr("fedloom.actors.pool.SLOW_START_S", 0.5)
+    pool = ActorPool(spec, [ActorGroup("clients", 3, 1.0, 0.0)], most=4)
+    (message,) = [r.getMessage() for r in caplog.records if "client actors have" in r.getMessage()]
+    assert re.fullmatch(
+        r"[012] of 3 client actors have a process after 0\.5 s; [123] of 1 CPUs wait for a node with room "
+        r"\(free: [01] of 1 CPUs on [^ ]+; [01] of 1 CPUs on [^ ]+\): the run starts without them, as soon as each "
+        "group has one",
+        message,
+    )
+    third = None
+    try:
+        held = [
+            replace(chunk, assignments=tuple(replace(a, task=Waits(a.task, str(tmp_path))) for a in chunk.assignments))
+            for chunk in planned(tasks)
+        ]
+        results = pool.run(held, SharedWeights(OLD, "w@0"))
+        wait_until(lambda: len(list(tmp_path.glob("at work *"))) == 2, "both actors to be at work")
+        third = cluster.add_node(**{**NODE, "num_cpus": 3})
+
+        def open_when_four_are_at_work() -> None:
+            wait_until(lambda: len(list(tmp_path.glob("at work *"))) == 4, "the new node's actors to be at work")
+            (tmp_path / "open").touch()
+
+        waiting = threading.Thread(target=open_when_four_are_at_work)
+        waiting.start()
+        result = merge_chunks(results)
+        waiting.join()
+        assert_same_round(result, serially(spec, tasks))
+        assert len({r.node for r in result.client_results}) == 3
+        assert len(pool.actors.members) == 4, "not one for each of the three CPUs"
+    finally:
+        pool.close()
+        if third is not None:
+            cluster.remove_node(third)
+
+
+class Pretends(ClientActor):
+    """An actor that takes the GPU that Ray gives it for a CPU."""
+
+    def __init__(self, spec: WorkerSpec, gpu_share: float) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fedloom.actors.client.assigned_device", lambda _share: "cpu")
+            super().__init__(spec, gpu_share)
+
+
+def test_shares_of_a_gpu_are_placed_on_the_node_that_has_one(
+    spec: WorkerSpec,
+    tiny_config: Config,
+    cluster: Cluster,
+    second_node: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Three CPUs and a GPU on one of three nodes: one actor there, or as many as there are residents."""
+    monkeypatch.setattr("fedloom.actors.actor_set.RemoteClient", ray.remote(concurrency_groups={WATCH: 1})(Pretends))
+    config = tiny_config()
+    results = Path(config.results)
+    serial = start_run(config, make_serial)
+    third = cluster.add_node(**NODE, num_gpus=1)
+    its_place = place(os.uname().nodename, third.node_id)
+    try:
+        config = replace(config, tiers=replace(config.tiers, num_gpus=0.5))
+        world = build_world(config)
+        on_gpu = start_run(config, make_pool)
+        assert_same_run(results, serial, on_gpu)
+        assert set(read_table(results, "clients", run_id=on_gpu)["node"]) == {its_place}
+
+        resident = replace(config, executor=replace(config.executor, resident=True))
+        pool = make_pool(replace(world, config=resident))
+        try:
+            tasks = [Adds(0.5), Adds(0.25), Adds(0.125)]
+            result = merge_chunks(pool.run(planned(tasks), SharedWeights(OLD, "w@0")))
+            assert_same_round(result, serially(spec, tasks))
+            assert {r.node for r in result.client_results} == {its_place}
+            assert len({r.steps for r in result.client_results}) == 3
+        finally:
+            pool.close()
+        assert "9 actors, each with 0.1111 of a GPU instead of 0.5, so that all fit" in caplog.text
+    finally:
+        cluster.remove_node(third)
+
+
 def test_a_resident_client_comes_up_elsewhere_when_its_node_is_lost(
     spec: WorkerSpec, cluster: Cluster, second_node: Any, tmp_path: Path
 ) -> None:
@@ -277,7 +380,8 @@ def test_clients_fail_with_the_reason_if_no_actor_comes_up(
         loser = LosesANode(pool, cluster, second_node, tmp_path, "train", 3, at_work=1)
         result = merge_chunks(loser.run(planned([Adds(1.0)] * 3), SharedWeights(OLD, "w@0")))
         reason = (
-            "no client actor (clients) of 1 CPUs came up within 1 s (no free CPUs, or no node that can run it): "
+            "no client actor (clients) of 1 CPUs came up within 1 s (no node has room for it: free: 0 of 1 CPUs on "
+            f"{place(os.uname().nodename, ray.get_runtime_context().get_node_id())}): "
             "add a node or end what uses the cluster, and resume the run"
         )
         assert [(r.client_id, r.status, r.error) for r in result.client_results] == [
@@ -297,9 +401,9 @@ class Trial:
         self.pool: ActorPool | None = None
         self.spec = spec
 
-    def sees(self) -> tuple[dict[str, float], int, dict[str, Any]]:
-        """Free resources, the nodes to fill, and where a server would be placed."""
-        return free_resources(), nodes_to_fill(), _where_results_are("results")
+    def sees(self) -> tuple[list[float], dict[str, Any]]:
+        """The free CPUs of its bundles, and where a server would be placed."""
+        return [room["CPU"] for room in free_rooms().values()], _where_results_are("results")
 
     def work(self, groups: Sequence[ActorGroup], tasks: Sequence[Task]) -> list[tuple[int, str | None]]:
         """Starts a pool; processes and placement groups of those who did the tasks."""
@@ -318,8 +422,8 @@ def test_in_a_placement_group_the_clients_are_in_it_and_end_with_it(
     trial = remote.options(num_cpus=0, scheduling_strategy=strategy).remote(spec)
     with_cpus = remote.options(num_cpus=0.5, scheduling_strategy=strategy).remote(spec)
     try:
-        assert ray.get(trial.sees.remote(), timeout=PATIENCE_S) == ({"CPU": 1.5}, 1, {})
-        assert ray.get(with_cpus.sees.remote(), timeout=PATIENCE_S) == ({"CPU": 1.0}, 1, {})
+        assert ray.get(trial.sees.remote(), timeout=PATIENCE_S) == ([0.5, 0.5, 0.5], {})
+        assert ray.get(with_cpus.sees.remote(), timeout=PATIENCE_S) == ([0.0, 0.5, 0.5], {})
         (tmp_path / "open").touch()
         tasks = [Waits(Adds(float(i)), str(tmp_path)) for i in range(6)]
         did = ray.get(trial.work.remote(groups, tasks), timeout=PATIENCE_S)
@@ -329,11 +433,89 @@ def test_in_a_placement_group_the_clients_are_in_it_and_end_with_it(
     finally:
         remove_placement_group(placement)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the clients to end")
-    wait_until(lambda: free_resources().get("CPU") == 2.0, "the group's CPUs to be free")
+    wait_until(lambda: free_cpus() == 2.0, "the group's CPUs to be free")
 
 
 def test_the_server_is_placed_on_the_drivers_node_if_the_results_are(cluster: Cluster, second_node: Any) -> None:
     strategy = _where_results_are("results")["scheduling_strategy"]
     assert (strategy.node_id, strategy.soft) == (ray.get_runtime_context().get_node_id(), False)
     assert _where_results_are("s3://bucket/results") == {}
-    assert nodes_to_fill() == 2
+    assert len(free_rooms()) == 2
+    assert not can_grow()
+
+
+# -- a cluster that grows ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def growing(no_ray_cluster: None, tmp_path: Path) -> Iterator[str]:
+    """The address of a cluster without any CPU, whose autoscaler starts nodes of two CPUs on this machine."""
+    ray.shutdown()  # the other tests are done
+    folder = tempfile.mkdtemp(prefix="fl-")
+    types = {
+        "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+        "small": {
+            "resources": {"CPU": 2, "object_store_memory": 100_000_000},
+            "node_config": {},
+            "min_workers": 0,
+            "max_workers": 1,
+        },
+    }
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = f"{ray.util.get_node_ip_address()}:{held.getsockname()[1]}"
+    config = {
+        "cluster_name": "growing",
+        "max_workers": 1,
+        "idle_timeout_minutes": 1,
+        "provider": {"type": "fake_multinode", "gcs_address": address},
+        "available_node_types": types,
+        "head_node_type": "head",
+        **{key: {} for key in ("docker", "auth", "file_mounts")},
+        **{key: [] for key in ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands")},
+        **{f"{of}setup_commands": [] for of in ("", "head_", "worker_")},
+        **{f"{of}_start_ray_commands": [] for of in ("head", "worker")},
+    }
+    (tmp_path / "growing.json").write_text(json.dumps(config))
+    environment = {**os.environ, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_TMPDIR": folder}
+    environment["RAY_AUTH_MODE"] = "disabled"
+    ray_command = shutil.which("ray", path=str(Path(sys.executable).parent))
+    assert ray_command is not None
+    command = [ray_command, "start", "--head", "--block", "--num-cpus=0", "--include-dashboard=false"]
+    command += [f"--port={address.rpartition(':')[2]}", "--object-store-memory=100000000"]
+    command += [f"--autoscaling-config={tmp_path / 'growing.json'}"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield address
+    finally:
+        ray.shutdown()
+        of_cluster = psutil.Process(process.pid).children(recursive=True)
+        for each in (psutil.Process(process.pid), *of_cluster):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_has_nothing_grows_for_a_run_with_the_bits_of_one_process(
+    growing: str, tiny_config: Config
+) -> None:
+    config = tiny_config()
+    serial = start_run(config, make_serial)
+
+    def connect() -> bool:
+        with suppress(ConnectionError, ValueError):
+            ray.init(address=growing, log_to_driver=False)
+        return ray.is_initialized()
+
+    wait_until(connect, "the cluster to start")
+    wait_until(can_grow, "its autoscaler to say so")
+    assert free_cpus() == 0
+    told: list[str] = []
+    grown = start_run(config, partial(make_pool, tell=told.append))
+    assert told == [
+        "asking this cluster to grow: 1 client actors of 1 CPUs need 1 CPUs, the cluster has 0 free: lower "
+        "executor.actors or give Ray more CPUs (ray.num_cpus)"
+    ]
+    assert_same_run(Path(config.results), serial, grown)

@@ -10,16 +10,17 @@ import pytest
 from fedloom.actors import placement
 from fedloom.actors.address import check_listening
 from fedloom.actors.cluster import connected
-from fedloom.actors.placement import Resources, wait_for_room
+from fedloom.actors.placement import Rooms, wait_for_room
 from fedloom.platform.federation.config import RayConfig
 
-WHOLE = {"CPU": 2.0, "memory": 1e9}
+WHOLE = {"node": {"CPU": 2.0, "memory": 1e9}}
 
 
-def two_cpus(resources: Resources) -> float:
-    if resources.get("CPU", 0.0) < 2:
-        raise ValueError(f"the cluster has {resources.get('CPU', 0.0):g} free")
-    return resources["CPU"]
+def two_cpus(rooms: Rooms) -> float:
+    cpus = sum(room.get("CPU", 0.0) for room in rooms.values())
+    if cpus < 2:
+        raise ValueError(f"the cluster has {cpus:g} free")
+    return cpus
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_room_is_taken_at_once_without_a_word(slept: list[float]) -> None:
 
 def test_a_run_waits_until_others_have_ended_and_says_so(slept: list[float]) -> None:
     told: list[str] = []
-    frees: Iterator[Resources] = iter([{"CPU": 0.0}, {}, {"CPU": 1.0}, {"CPU": 2.0}])
+    frees: Iterator[Rooms] = iter([{"node": room} for room in ({"CPU": 0.0}, {}, {"CPU": 1.0}, {"CPU": 2.0})])
     assert wait_for_room(two_cpus, lambda: next(frees), lambda: WHOLE, 300.0, told.append) == 2.0
     assert told == ["waiting for other runs on this cluster: 0 of 2 CPUs are free; for up to 300 s (ray.wait_s)"]
     assert slept == [1.0, 1.0, 1.0]
@@ -57,7 +58,7 @@ def test_after_the_limit_it_is_refused_with_what_helps(slept: list[float]) -> No
 def test_what_the_whole_cluster_cannot_hold_is_refused_at_once(slept: list[float]) -> None:
     told: list[str] = []
     with pytest.raises(ValueError, match="the cluster has 1 free"):
-        wait_for_room(two_cpus, dict, lambda: {"CPU": 1.0}, 300.0, told.append)
+        wait_for_room(two_cpus, dict, lambda: {"node": {"CPU": 1.0}}, 300.0, told.append)
     assert (told, slept) == ([], [])
 
 

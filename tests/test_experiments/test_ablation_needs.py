@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from fedloom.actors.placement import bundles_of, groups_of_run, total
+from fedloom.actors.placement import bundles_of, groups_of_run
 from fedloom.experiments.ablation import checks
 from fedloom.experiments.ablation.checks import Bundles, Cluster, bundles_of_trial, check_fits, checked_trials
 from fedloom.experiments.runs.configuration import compose_config
@@ -113,8 +113,6 @@ def test_a_shortage_is_a_number() -> None:
     assert "tiers.num_gpus" in line
     assert "1 CPUs are missing" in refusal(lambda: need(cluster((1, 2)), 2, GPU_TIERS))
     assert "the cluster has 0" in refusal(lambda: need(Cluster(())))
-    line = refusal(lambda: need(cluster(1), clients=5, resident=True, actors=9))
-    assert line.startswith("6 client actors need 6 CPUs at once, the cluster has 1: 5 CPUs are missing")
 
 
 def test_what_fits_in_the_sum_but_on_no_node_is_refused_with_the_sizes() -> None:
@@ -159,7 +157,8 @@ def test_wherever_one_actor_fits_a_trial_fits(
     bundles = need(cluster(*nodes), trials, tiers, clients, resident=resident)
     check_fits(bundles, cluster(*nodes))
     assert len(bundles) == clients + 1 if resident else len(bundles) >= 1
-    assert sum(b["CPU"] for b in bundles) <= max(num_cpus, sum(nodes) / trials) + 1e-6
+    at_once = min(trials, max(1, sum(nodes) // num_cpus))
+    assert sum(b["CPU"] for b in bundles) <= sum(nodes) / at_once + 1e-6
 
 
 @given(
@@ -170,8 +169,8 @@ def test_in_its_group_a_trial_makes_the_actors_that_were_reserved(
 ) -> None:
     config = ExecutorConfig(actors=actors, resident=resident)
     bundles = bundles_of_trial(RunConfig(executor=config), TWO_TIERS, clients, cluster(8, 2), trials)
-    groups = groups_of_run(config, TWO_TIERS, total(bundles), clients)
-    assert bundles_of(groups, clients if resident else None) == list(bundles)
+    groups = groups_of_run(config, TWO_TIERS, bundles, clients)
+    assert bundles_of(groups) == list(bundles)
 
 
 # -- trials, looked at before any is started ---------------------------------------------------------------------------

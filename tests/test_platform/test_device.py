@@ -1,5 +1,6 @@
 """Precision and memory format of a worker's networks."""
 
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -127,3 +128,16 @@ def test_a_worker_sets_up_its_process(sums_of: Any) -> None:
     assert all(torch.equal(s.total, plain.tensors[n].total) for n, s in exact.tensors.items())
     sums_of()
     assert not torch.are_deterministic_algorithms_enabled(), "the last worker decides"
+
+
+def test_a_process_keeps_the_memory_that_a_step_frees() -> None:
+    set_up_process("float32", deterministic=False)
+
+    def page_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        activations = [torch.ones(2_500_000) for _ in range(10)]  # 100 MB
+        del activations
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    page_faults()
+    assert page_faults() < 1000, "100 MB have 24 000 pages"
