@@ -112,6 +112,11 @@ class ActorSet:
         """Whether any actor of the group is up, idle or busy."""
         return any(member.about is not None and member.group.name == group for member in self.members)
 
+    def up_on(self, node_id: str) -> Member | None:
+        """An actor that is up, on this node if there is one, idle or busy; None if there is none at all."""
+        up = [member for member in self.members if member.about is not None]
+        return next((member for member in up if member.answered.node_id == node_id), next(iter(up), None))
+
     def take(self, group: str) -> Member | None:
         """Takes an idle actor of the group for a job; None if there is none."""
         idle = self.idle[group]

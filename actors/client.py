@@ -31,6 +31,9 @@ from fedloom.platform.spaces.slices import Region, Weights
 WATCH = "watch"
 """Ray's concurrency group for methods that answer while the actor runs a chunk."""
 
+ADD = "add"
+"""The one for adding the sums of other actors of the node meanwhile."""
+
 NODE_ID_DIGITS = 8
 
 
@@ -119,6 +122,23 @@ class ClientActor:
         self._at = None
         return pack(result)
 
+    def run_part(
+        self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str
+    ) -> tuple[PackedResult, PackedResult]:
+        """As `run_chunk`, with the clients' results and the sums apart: the latter stay on the node until `add`."""
+        packed = self.run_chunk(chunk, weights_ref, version)
+        return replace(NOTHING, client_results=packed.client_results), replace(packed, client_results=())
+
+    @ray.method(concurrency_group=ADD)
+    def add(self, sums: list[ray.ObjectRef[PackedResult]]) -> PackedResult:
+        """The sum of the sums of consecutive chunks, while `run_chunk` runs."""
+        total = WeightedSums()
+        for packed in ray.get(sums):
+            part = unpack(packed).sums
+            assert isinstance(part, WeightedSums), "single updates are not added"
+            total.merge(part)
+        return pack(ChunkResult(total))
+
     def _begins(self, index: int) -> None:
         self._at = (index, time.monotonic())
 
@@ -132,7 +152,7 @@ class ClientActor:
         return None if at is None else (at[0], time.monotonic() - at[1])
 
 
-RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1})(ClientActor)  # type: ignore[call-overload]
+RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1, ADD: 1})(ClientActor)  # type: ignore[call-overload]
 """`ClientActor` as a Ray actor class."""
 
 
@@ -167,6 +187,9 @@ class PackedResult:
     client_results: tuple[ClientResult, ...]
     kept: tuple[tuple[Update, Arrays], ...] | None = None
     """The updates without their tensors, and these, if single updates are kept."""
+
+
+NOTHING = PackedResult({}, 0, 0.0, ())
 
 
 def pack(result: ChunkResult) -> PackedResult:

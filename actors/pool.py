@@ -120,6 +120,17 @@ def lost_client(assignment: Assignment, status: str, error: str, node: str) -> C
 
 
 @dataclass
+class Block:
+    """Consecutive chunks whose sums are added on a node before they are sent."""
+
+    indices: range
+    node_id: str = ""
+    """The node that its chunks go to as long as it has idle actors."""
+    parts: dict[int, tuple[Job, ChunkResult, Any]] = field(default_factory=dict)
+    """By index in the plan: a job, its result without sums, and the reference of these, None if it has none."""
+
+
+@dataclass
 class Attempt:
     """A job on an actor, and which of its clients is at work there."""
 
@@ -131,6 +142,8 @@ class Attempt:
     """Time of the last request for the position, on the monotonic clock."""
     position: int = 0
     """Index in `job.left` of that client, as last reported by the actor."""
+    sums: Any = None
+    """The reference of the job's sums, if they are added to others before they are sent."""
     named_after_s: float = 0.0
     """How long that client had been at work when the log last named it; 0 if it has not."""
 
@@ -145,13 +158,16 @@ class Work:
     """One call of `ActorPool.run`: the shared weights, and the jobs that wait, run and have finished.
 
     `waiting` holds the jobs of every group in the order in which they start, `running` is by the reference of the
-    result, `finished` has the results that have not been yielded, by index in the plan.
+    result, `finished` has the results that have not been yielded, by index in the plan. `blocks` is empty if every
+    chunk's sums are sent alone; `adding` is by the reference of a block's sum.
     """
 
     weights: Any
     version: str
     waiting: dict[str, deque[Job]]
+    blocks: list[Block] = field(default_factory=list)
     running: dict[Any, Attempt] = field(default_factory=dict)
+    adding: dict[Any, Block] = field(default_factory=dict)
     finished: dict[int, ChunkResult] = field(default_factory=dict)
 
 
@@ -183,6 +199,7 @@ class ActorPool:
         actor_attempts: attempts at a chunk whose actors die, before its clients are reported as failed.
         client_timeout_s: wall-clock seconds after which a client is reported as timed out and its actor is replaced. A
             stack of clients has `STACK_TIME_FACTOR` times as long, and is then trained one client after the other.
+        sum_chunks: consecutive chunks whose sums are added on a node before they are sent to this process.
         wait_s: seconds that the first actors may take to start, if that is more than `START_TIMEOUT_S`.
     """
 
@@ -195,12 +212,13 @@ class ActorPool:
         most: int | None = None,
         actor_attempts: int = 3,
         client_timeout_s: float = 3600.0,
+        sum_chunks: int = 1,
         wait_s: float = 0.0,
     ) -> None:
         accept_shared_memory()
         self.spec, self.groups, self.resident = spec, {group.name: group for group in groups}, resident
         self.most, self.actor_attempts, self.client_timeout_s = most, actor_attempts, client_timeout_s
-        self.wait_s = wait_s
+        self.sum_chunks, self.wait_s = sum_chunks, wait_s
         self.actors = ActorSet(spec, resident)
         self._shared: tuple[str, Any] | None = None
         self._down_since_s: dict[str, float] = {}
@@ -255,6 +273,9 @@ class ActorPool:
             jobs.setdefault(self._group_of(chunk), []).append(Job(index, chunk))
         waiting = {name: in_balance(of_group, self.groups[name].actors) for name, of_group in jobs.items()}
         work = Work(reference, weights.version, waiting)
+        if self.sum_chunks > 1 and not any(chunk.keeps_updates for chunk in chunks):
+            starts = range(0, len(chunks), self.sum_chunks)
+            work.blocks = [Block(range(start, min(start + self.sum_chunks, len(chunks)))) for start in starts]
         self._down_since_s.clear()
         self._await_starts(timeout_s=0.0)
         self._dispatch(work)
@@ -264,7 +285,7 @@ class ActorPool:
         for index in range(num_chunks):
             while index not in work.finished:
                 self._dispatch(work)
-                if work.running:
+                if work.running or work.adding:
                     self._collect(work)
                 else:
                     self._await_starts(timeout_s=min(POLL_S, START_TIMEOUT_S))
@@ -317,12 +338,27 @@ class ActorPool:
         self._use_new_nodes()
         for group, jobs in work.waiting.items():
             while jobs and (member := self.actors.take(group)):
-                job = jobs.popleft()
+                job = self._next_job(work, jobs, member.answered.node_id)
                 job.attempts += 1
                 chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
                 now_s = time.monotonic()
-                reference = member.actor.run_chunk.remote(chunk, [work.weights], work.version)
-                work.running[reference] = Attempt(job, member, since_s=now_s, looked_s=now_s)
+                sums = None
+                if work.blocks:
+                    call = member.actor.run_part.options(num_returns=2)
+                    reference, sums = call.remote(chunk, [work.weights], work.version)
+                else:
+                    reference = member.actor.run_chunk.remote(chunk, [work.weights], work.version)
+                work.running[reference] = Attempt(job, member, since_s=now_s, looked_s=now_s, sums=sums)
+
+    def _next_job(self, work: Work, jobs: deque[Job], node_id: str) -> Job:
+        """The first job of a block that is on this node or on none yet, or else the first job."""
+        for position, job in enumerate(jobs if work.blocks else ()):
+            block = work.blocks[job.index // self.sum_chunks]
+            if block.node_id in ("", node_id):
+                block.node_id = node_id
+                del jobs[position]
+                return job
+        return jobs.popleft()
 
     def _await_starts(self, timeout_s: float) -> None:
         """Waits until a starting actor answers, or until the timeout."""
@@ -342,9 +378,12 @@ class ActorPool:
     def _collect(self, work: Work) -> None:
         """Waits for a job to finish, an actor to start or a client to time out."""
         self.actors.start_due()
-        references = [*work.running, *self.actors.starting()]
+        references = [*work.running, *work.adding, *self.actors.starting()]
         ready, _ = ray.wait(references, num_returns=1, timeout=min(POLL_S, self.client_timeout_s))
         for reference in ready:
+            if (block := work.adding.pop(reference, None)) is not None:
+                self._take_sum(work, block, reference)
+                continue
             attempt = work.running.pop(reference, None)
             if attempt is None:
                 self.actors.take_answer(reference)
@@ -355,7 +394,7 @@ class ActorPool:
                 self._recover(work, attempt, error)
             else:
                 self.actors.give_back(attempt.member)
-                work.finished[attempt.job.index] = attempt.job.finished(result)
+                self._finish(work, attempt.job, attempt.job.finished(result), attempt.sums)
         for reference, attempt in list(work.running.items()):
             now_s = time.monotonic()
             self._look(attempt, now_s)
@@ -364,6 +403,55 @@ class ActorPool:
                 self._give_up_client(work, attempt)
             else:
                 self._name_if_slow(attempt)
+
+    def _finish(self, work: Work, job: Job, result: ChunkResult, sums: Any = None) -> None:
+        """Takes the result of a job, whose block's sums are added as soon as the last of its jobs has one."""
+        if not work.blocks:
+            work.finished[job.index] = result
+            return
+        block = work.blocks[job.index // self.sum_chunks]
+        block.parts[job.index] = (job, result, sums)
+        if len(block.parts) == len(block.indices):
+            self._add(work, block)
+
+    def _add(self, work: Work, block: Block) -> None:
+        """Has an actor of its node add a block's sums, of which there may be none."""
+        references = [sums for i in block.indices if (sums := block.parts[i][2]) is not None]
+        member = self.actors.up_on(block.node_id)
+        if references and member is not None:
+            work.adding[member.actor.add.remote(references)] = block
+        elif references:
+            self._repeat(work, block, "no client actor is up")
+        else:
+            work.finished.update((i, block.parts[i][1]) for i in block.indices)
+
+    def _take_sum(self, work: Work, block: Block, reference: Any) -> None:
+        """Takes a block's sum, or repeats those of its jobs that have sums if these or their sum are lost."""
+        try:
+            sums = unpack(ray.get(reference)).sums
+        except RayError as error:
+            self._repeat(work, block, cause_of(error))
+            return
+        results = {i: block.parts[i][1] for i in block.indices}
+        block.parts.clear()  # the store need not keep what was added
+        last = block.indices[-1]
+        work.finished |= {**results, last: replace(results[last], sums=sums)}
+
+    def _repeat(self, work: Work, block: Block, cause: str) -> None:
+        """Repeats the jobs of a block whose sums are lost, unless that was the last attempt."""
+        logger.warning("the sums of %d chunks are lost: %s", len(block.indices), cause)
+        block.node_id = ""
+        for index in reversed(block.indices):
+            job, _, sums = block.parts[index]
+            if sums is None:
+                continue
+            if job.attempts < self.actor_attempts:
+                del block.parts[index]
+                work.waiting[self._group_of(job.chunk)].appendleft(job)
+            else:
+                block.parts[index] = (job, job.failed(f"its sums were lost {job.attempts} times; last: {cause}"), None)
+        if len(block.parts) == len(block.indices):
+            self._add(work, block)
 
     def _recover(self, work: Work, attempt: Attempt, error: RayError) -> None:
         """Repeats a job whose actor has ended, unless that was its last attempt."""
@@ -380,7 +468,7 @@ class ActorPool:
             work.waiting[member.group.name].appendleft(job)
             return
         text = f"the client actor ended {job.attempts} times while it worked on {who}; last on {where}: {cause}"
-        work.finished[job.index] = job.failed(text, about.place)
+        self._finish(work, job, job.failed(text, about.place))
 
     def _give_up_groups(self, work: Work) -> None:
         """Fails the waiting clients of every group that has had no actor for `START_TIMEOUT_S`."""
@@ -393,7 +481,7 @@ class ActorPool:
                 logger.warning("%d chunks of clients fail: %s", len(jobs), text)
                 while jobs:
                     job = jobs.popleft()
-                    work.finished[job.index] = job.failed(text)
+                    self._finish(work, job, job.failed(text))
 
     def _no_actor(self, group: ActorGroup) -> str:
         cause = self.actors.start_errors.get(group.name)
@@ -452,4 +540,4 @@ class ActorPool:
         if job.left:
             work.waiting[member.group.name].appendleft(job)
         else:
-            work.finished[job.index] = job.finished(ChunkResult())
+            self._finish(work, job, job.finished(ChunkResult()))

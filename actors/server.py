@@ -42,6 +42,7 @@ def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> Actor
         groups,
         resident=executor.resident,
         most=executor.actors,
+        sum_chunks=executor.sum_chunks or 1,
         wait_s=world.config.ray.wait_s,
         actor_attempts=executor.failures.actor_attempts,
         client_timeout_s=executor.client_timeout_s,

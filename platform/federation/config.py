@@ -161,6 +161,11 @@ class ExecutorConfig:
     actors: Annotated[int | None, MOST_ACTORS, "client actors, of all tiers together; null: as many as fit"] = None
     resident: Annotated[bool, "every client has an actor of its own (cross-silo)"] = False
     chunk_size: Annotated[int, UP_TO_A_MILLION, "number of consecutive clients that an actor gets in one call"] = 1
+    sum_chunks: Annotated[
+        int | None,
+        UP_TO_A_MILLION,
+        "consecutive chunks whose sums are added on a node before they are sent to the server; null: each is sent",
+    ] = None
     threads: Annotated[
         int,
         Interval(ge=1, le=4096),

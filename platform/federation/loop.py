@@ -254,7 +254,8 @@ class Loop:
         results = self.executor.run(chunks, weights)
         self.recorder.start()
         try:
-            return merge_chunks(results, self.status.beat, keeps_updates=plan.keeps_updates)
+            together = self.execution.sum_chunks or 1
+            return merge_chunks(results, self.status.beat, keeps_updates=plan.keeps_updates, together=together)
         except DeviceLostError as error:
             raise RunFailedError(f"the device of this process fails ({error}): resume the run, in another") from error
 
@@ -375,18 +376,31 @@ def validated(evaluations: Sequence[Evaluation], round_: int, *, trained: bool =
 
 
 def merge_chunks(
-    results: Iterable[ChunkResult], beat: Callable[[], None] = lambda: None, *, keeps_updates: bool = False
+    results: Iterable[ChunkResult],
+    beat: Callable[[], None] = lambda: None,
+    *,
+    keeps_updates: bool = False,
+    together: int = 1,
 ) -> RoundResult:
-    """Adds the chunks' sums in plan order, or collects their updates, and concatenates their results."""
+    """Adds the chunks' sums in plan order, or collects their updates, and concatenates their results.
+
+    The sums of `together` consecutive chunks are added first, and then those: an executor may have done it.
+    """
     sums: Sums = KeptUpdates() if keeps_updates else WeightedSums()
+    part = WeightedSums()
     client_results: list[ClientResult] = []
-    for result in results:
+    for number, result in enumerate(results, 1):
         if isinstance(sums, KeptUpdates) and isinstance(result.sums, KeptUpdates):
             sums.merge(result.sums)
         elif isinstance(sums, WeightedSums) and isinstance(result.sums, WeightedSums):
-            sums.merge(result.sums)  # those of a chunk that failed as a whole are empty
+            (sums if together == 1 else part).merge(result.sums)  # those of a chunk that failed as a whole are empty
+            if together > 1 and number % together == 0:
+                sums.merge(part)
+                part = WeightedSums()
         client_results += result.client_results
         beat()
+    if isinstance(sums, WeightedSums):
+        sums.merge(part)
     return RoundResult(sums, client_results)
 
 

@@ -17,7 +17,7 @@ import torch
 from ray import cloudpickle
 
 from fedloom.actors.actor_set import cause_of
-from fedloom.actors.client import RemoteClient
+from fedloom.actors.client import PackedResult, RemoteClient, unpack
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool
 from fedloom.experiments.runs.configuration import compose_config
@@ -143,6 +143,26 @@ class TestEveryExecutor:
         means = [result.sums.finish(OLD).weights["w"].tolist() for result in results]
         assert means == [[1.0] * 3, [3.0] * 3, [4.5] * 3]
         assert whole.finish(OLD).weights["w"].tolist() == [2.5] * 3
+
+    def test_sums_that_are_added_on_a_node_are_those_that_the_server_would_add(
+        self, executor: Executor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        values, sent = [1e8, 1.0, 1.0, -1e8, 1.0, 1.0, 0.7], []
+
+        def unpacked(packed: PackedResult) -> ChunkResult:
+            sent.append(sum(total.nbytes for _, total, _ in packed.sums.values()))
+            return unpack(packed)
+
+        plan = planned([Adds(value) for value in values])
+        expected = merge_chunks(run(executor, plan, 1), together=3).sums.finish(OLD).weights["w"]
+        assert not torch.equal(merge_chunks(run(executor, plan, 1)).sums.finish(OLD).weights["w"], expected)
+        monkeypatch.setattr("fedloom.actors.pool.unpack", unpacked)
+        monkeypatch.setattr(executor, "sum_chunks", 3, raising=False)
+        results = run(executor, plan, 1)
+        assert [report.loss for report in reports_of(results)] == values
+        assert torch.equal(merge_chunks(results, together=3).sums.finish(OLD).weights["w"], expected)
+        if isinstance(executor, ActorPool):
+            assert sorted(sent) == [0] * 7 + [12] * 3, "three sums of three floats, and not seven"
 
     def test_each_round_reads_its_own_weights(self, executor: Executor) -> None:
         for value in (10.0, 20.0):

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from fedloom.actors.client import WATCH, ClientActor, place
 from fedloom.actors.placement import ActorGroup, bundles_of, can_grow, free_rooms, total
-from fedloom.actors.pool import ActorPool
+from fedloom.actors.pool import ActorPool, Block, Work
 from fedloom.actors.server import make_pool
 from fedloom.experiments.runs.launch import _where_results_are
 from fedloom.platform.averaging.average import Update
@@ -43,7 +43,7 @@ from fedloom.platform.clients.execution import (
 )
 from fedloom.platform.clients.worker import Worker, WorkerSpec
 from fedloom.platform.federation.algorithm import RoundResult
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import ExecutorConfig, RunConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.checkpoint import load_checkpoint
@@ -139,8 +139,9 @@ def planned(tasks: Sequence[Task]) -> list[Chunk]:
     return make_chunks([Assignment("train", 3, i, "tier1", task) for i, task in enumerate(tasks)], 1)
 
 
-def serially(spec: WorkerSpec, tasks: Sequence[Task]) -> RoundResult:
-    return merge_chunks(SerialExecutor(Worker(spec)).run(planned(tasks), SharedWeights(OLD, "w@0")))
+def serially(spec: WorkerSpec, tasks: Sequence[Task], together: int = 1) -> RoundResult:
+    results = SerialExecutor(Worker(spec)).run(planned(tasks), SharedWeights(OLD, "w@0"))
+    return merge_chunks(results, together=together)
 
 
 def assert_same_round(result: RoundResult, expected: RoundResult) -> None:
@@ -198,7 +199,7 @@ class LosesANode:
 def test_two_nodes_give_the_bits_of_one_process_and_a_node_lost_in_a_round_changes_nothing(
     tiny_config: Config, cluster: Cluster, second_node: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = tiny_config()
+    config = tiny_config(executor=ExecutorConfig(sum_chunks=2))
     results = Path(config.results)
     serial = start_run(config, make_serial)
     nodes = {f"{os.uname().nodename}/{node['NodeID'][:8]}" for node in ray.nodes() if node["Alive"]}
@@ -330,6 +331,32 @@ def test_shares_of_a_gpu_are_placed_on_the_node_that_has_one(
         assert "9 actors, each with 0.1111 of a GPU instead of 0.5, so that all fit" in caplog.text
     finally:
         cluster.remove_node(third)
+
+
+class LosesTheFirstSum(ActorPool):
+    """Loses the actor that adds the first sums."""
+
+    lost = False
+
+    def _add(self, work: Work, block: Block) -> None:
+        member = self.actors.up_on(block.node_id)
+        super()._add(work, block)
+        if not self.lost and member is not None:
+            self.lost = True
+            ray.kill(member.actor)
+
+
+def test_sums_that_are_lost_are_computed_again(
+    spec: WorkerSpec, cluster: Cluster, second_node: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = [Adds(value) for value in (1e8, 1.0, -1e8, 1.0, 3.0)]
+    pool = LosesTheFirstSum(spec, [ActorGroup("clients", 2, 1.0, 0.0)], sum_chunks=2)
+    try:
+        result = merge_chunks(pool.run(planned(tasks), SharedWeights(OLD, "w@0")), together=2)
+        assert_same_round(result, serially(spec, tasks, together=2))
+    finally:
+        pool.close()
+    assert "the sums of 2 chunks are lost: " in caplog.text
 
 
 def test_a_resident_client_comes_up_elsewhere_when_its_node_is_lost(

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -416,6 +417,19 @@ def test_chunk_sizes_change_rounding_and_nothing_else() -> None:
         results.append(result.sums.finish(OLD).weights["w"])
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
+
+
+def test_the_sums_of_consecutive_chunks_may_be_added_first() -> None:
+    """In float32 1e8 + 1 is 1e8: one after the other the last 1 is left, in pairs none."""
+    results = [summed(value) for value in (1e8, 1.0, -1e8, 1.0, 2.0)]
+    sums = [merge_chunks(deepcopy(results), together=together).sums for together in (1, 2, 5, 9)]
+    assert [s.tensors["w"].total.item() for s in sums if isinstance(s, WeightedSums)] == [3.0, 2.0, 3.0, 3.0]
+
+
+def summed(value: float) -> ChunkResult:
+    sums = WeightedSums()
+    sums.add(Update({"w": torch.tensor([value])}, {"w": Slice("w")}, {"w": 1.0}))
+    return ChunkResult(sums)
 
 
 def test_a_client_that_hangs_in_this_process_is_found_from_the_log_alone(
