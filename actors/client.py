@@ -22,10 +22,9 @@ import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Coverage, TensorSum, Update, WeightedSums
 from fedloom.platform.clients.assignments import ClientResult
-from fedloom.platform.clients.device import context_bytes, is_out_of_memory
-from fedloom.platform.clients.execution import Chunk, ChunkResult, SharedWeights, run_chunk, without_memory
+from fedloom.platform.clients.device import GPU, memory_of
+from fedloom.platform.clients.execution import Chunk, ChunkResult, ChunkRunner
 from fedloom.platform.clients.worker import Worker, WorkerSpec
-from fedloom.platform.data.on_device import moved
 from fedloom.platform.runs.source_code import source_hash, sources_of
 from fedloom.platform.spaces.slices import Region, Weights
 
@@ -74,24 +73,8 @@ def assigned_device(gpu_share: float) -> str:
     if gpu_share < 1:
         # Ray does not enforce GPU fractions; this limit keeps a client from using the memory of its neighbours.
         whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(memory_of("cuda:0", gpu_share) / whole, 0)
-    return "cuda:0"
-
-
-def memory_of(device: str, gpu_share: float) -> int:
-    """Bytes of the GPU's memory that are this actor's for tensors, without its CUDA context; 0 for the CPU.
-
-    Raises ValueError for a share that the context takes.
-    """
-    if device == "cpu":
-        return 0
-    context = context_bytes()
-    left = int(min(1.0, gpu_share) * torch.cuda.get_device_properties(0).total_memory) - context
-    if left <= 0:
-        raise ValueError(
-            f"tiers.num_gpus={gpu_share:g} of this GPU is less than CUDA takes ({context:,} bytes): raise it"
-        )
-    return left
+        torch.cuda.set_per_process_memory_fraction(memory_of(GPU, gpu_share) / whole, 0)
+    return GPU
 
 
 def other_torch(server: str) -> str | None:
@@ -121,7 +104,7 @@ class ClientActor:
         here = place(platform.node(), self._node_id)
         device = assigned_device(gpu_share)
         self.worker = Worker(replace(spec, device=device, device_bytes=memory_of(device, gpu_share), node=here))
-        self._weights: SharedWeights | None = None
+        self._runner = ChunkRunner(self.worker)
         self._at: tuple[int, float] | None = None
 
     def about(self) -> About:
@@ -135,19 +118,7 @@ class ClientActor:
         """Runs the chunk on the shared weights, which are mapped into memory, or uploaded, once per version."""
         # Some builds of torch keep the thread count per calling thread.
         torch.set_num_threads(self.worker.spec.threads)
-        if self._weights is None or self._weights.version != version:
-            self._weights = None  # the device need not have room for both versions
-            arrays: Arrays = ray.get(weights_ref[0])
-            shared = SharedWeights(to_tensors(arrays), version)
-            try:
-                self._weights = shared = replace(shared, tensors=self.worker.uploaded(shared.tensors))
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                chunk = without_memory(chunk, error)
-        else:
-            shared = self._weights
-        result = run_chunk(self.worker, chunk, shared, self._begins)
+        result = self._runner.run(chunk, version, lambda: to_tensors(ray.get(weights_ref[0])), self._begins)
         self._at = None
         return pack(result)
 
@@ -197,8 +168,8 @@ def accept_shared_memory() -> None:
 
 
 def to_arrays(tensors: Weights) -> dict[str, np.ndarray]:
-    """Tensors as arrays, without a copy if they are in main memory."""
-    return {name: tensor.detach().numpy() for name, tensor in moved(tensors, torch.device("cpu")).items()}
+    """Tensors of main memory as arrays, without a copy."""
+    return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:

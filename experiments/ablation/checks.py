@@ -170,10 +170,12 @@ def bundles_of_trial(
     """One bundle per client actor of a trial; the trial's server reserves no CPU.
 
     Without `executor.actors` the number of actors is such that all `trials` fit at once, but at least one (one for each
-    size if tiers have GPU shares). Raises ValueError that says what is missing if the cluster cannot hold the trial.
+    size if tiers have GPU shares). A serial trial has its threads, and a GPU to itself if any tier has a share. Raises
+    ValueError that says what is missing if the cluster cannot hold the trial.
     """
     if config.executor.kind == "serial":
-        bundles: Bundles = ({"CPU": float(config.executor.threads)},)
+        whole_gpu = {"GPU": 1.0} if any(t.num_gpus for t in tiers) and not config.dry_run else {}
+        bundles: Bundles = ({"CPU": float(config.executor.threads), **whole_gpu},)
     else:
         bundles = tuple(bundles_of(_groups(config, tiers, num_clients, cluster, trials)))
     check_fits(bundles, cluster)

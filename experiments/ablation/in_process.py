@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from fedloom.experiments.ablation.checks import Cluster, checked_trials
 from fedloom.experiments.ablation.running import (
     AblationView,
@@ -15,8 +17,7 @@ from fedloom.experiments.store.ablations import Ablation, write_ablation
 from fedloom.experiments.store.trials import FINAL, End, trial_states
 from fedloom.platform.runs.run import RunIdentity
 
-NO_LIMIT = Cluster(({"CPU": 1e6, "GPU": 1e6},))
-"""No resources are reserved: one trial at a time has the whole machine."""
+UNLIMITED = 1e6
 
 
 def is_serial(ablation: Ablation) -> bool:
@@ -31,9 +32,11 @@ def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, 
     """
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in FINAL]
     left = [ablation.trials[index] for index in indices]
+    # No resources are reserved: one trial at a time has the whole machine.
+    machine = Cluster(({"CPU": UNLIMITED, "GPU": UNLIMITED if torch.cuda.is_available() else 0.0},))
     # A dry run has no actors, whatever its executor.
     serial = [replace(t, config={**t.config, "executor": {**t.config["executor"], "kind": "serial"}}) for t in left]
-    checked_trials(serial, place.root, NO_LIMIT, beside=ablation.trials)
+    checked_trials(serial, place.root, machine, beside=ablation.trials)
     if is_new:
         write_ablation(place.root, ablation)
     with RunningAblation(ablation, place, indices) as running:

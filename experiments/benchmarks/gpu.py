@@ -39,12 +39,11 @@ import torch
 from torch.nn import functional as F
 
 from fedloom.actors.address import stay_on_loopback
-from fedloom.actors.client import memory_of
 from fedloom.actors.cluster import connected
 from fedloom.actors.server import make_pool
 from fedloom.experiments.benchmarks import steps
 from fedloom.experiments.runs.configuration import compose_config
-from fedloom.platform.clients.device import peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.device import memory_of, peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker

@@ -93,8 +93,8 @@ def measured(overrides: list[str], device: str, *, profile: bool) -> list[float]
     """Milliseconds per step of each client, or of a client in each stack."""
     import torch
 
-    from fedloom.actors.client import memory_of
     from fedloom.experiments.runs.configuration import compose_config
+    from fedloom.platform.clients.device import memory_of
     from fedloom.platform.clients.execution import Chunk, SharedWeights, run_chunk
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.federation.algorithm import RunState

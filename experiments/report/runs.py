@@ -195,6 +195,7 @@ def _facts(tables: Tables, paths: RunPaths, settings: Sequence[Setting]) -> RunF
         facts += [("setting", s.name) for s in settings if paths.run_id in s.run_ids]
     facts += [(name, called(text(name))) for name in ("method", "space", "dataset")]
     facts += [(n.replace("_", " "), text(n)) for n in ("seeds", "versions", "source_hash", "partition_hash")]
+    facts += [("GPUs", text("gpus"))] if "gpus" in row else []
     facts += [(n, f"{row[n]:%Y-%m-%d %H:%M:%S} UTC" if n in row else ABSENT) for n in ("started", "ended")]
     facts += [("error", str(row["error"]))] if "error" in row else []
     return RunFacts(paths.run_id, tuple(facts), json.dumps(configuration(tables, paths.run_id), indent=1))

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.terminal import console, write_json
+from fedloom.platform.clients.execution import SerialExecutor
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
@@ -17,7 +19,7 @@ from fedloom.platform.methods.target_search import SAMPLES, Found, search_supern
 from fedloom.platform.results.checkpoint import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import make_serial, stored_world
+from fedloom.platform.runs.run import stored_world
 from fedloom.platform.search.targets import Sample, TargetSearchConfig
 from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
 
@@ -54,7 +56,8 @@ def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[
         trained.config, macs=list(macs), macs_above=[], latency_s=list(latency_s), front=0, predictor="mlp"
     )
     samples = trained.samples if len(trained.samples) >= config.samples else ()
-    return search_supernet(trained.world, config, trained.weights, samples, make_serial(trained.world))
+    executor = SerialExecutor(Worker(trained.world.spec))  # on the CPU wherever it was trained
+    return search_supernet(trained.world, config, trained.weights, samples, executor)
 
 
 def load_trained(results: Path, run: str) -> Trained:

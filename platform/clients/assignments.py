@@ -69,6 +69,7 @@ class ClientResult:
             neither averaged nor counted in bytes.
         clock_factor: simulated cost of one counted MAC: forward MACs are counted, and training also runs backward
             passes.
+        gpu_software: the GPU with its driver, CUDA and cuDNN, for the column `gpus` of the table `runs`.
         forward_macs: the part of `macs` in passes without a backward pass (such as a search's scores during training).
     """
 
@@ -99,6 +100,7 @@ class ClientResult:
     selection_reason: str = _column("why it was selected", "")
     selection_probability: float = _column("probability with which it was selected; null where this is not known", 1.0)
     device: str = _column("cpu or cuda", "", of_time=True)
+    gpu: str | None = _column("the GPU's model; null on a CPU", of_time=True)
     threads: int = _column("torch's threads", 1)
     attempts: int = _column("how often its work was begun", 1, of_time=True)
     node: str = _column("where its work ran: host, and on a cluster the node", "", of_time=True)
@@ -111,6 +113,7 @@ class ClientResult:
     update: Update | None = None
     measurements: tuple[Measurement, ...] = ()
     state: ClientState | None = None
+    gpu_software: str | None = None
     clock_factor: float = TRAINING_FACTOR
     forward_macs: float = 0.0
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from torch.func import functional_call
 
 AUTOCAST = {"bfloat16": torch.bfloat16}
 """The types of precisions that torch casts to; in the others tensors are float32 throughout."""
+GPU = "cuda:0"
+"""The GPU of a process that has one; Ray shows an actor no other."""
 WORKSPACE = ":4096:8"
-"""What cuBLAS needs for the same bits every time; it reads it from the environment when it is first used."""
+"""What cuBLAS needs for the same bits every time; torch reads it from the environment once, at its first use."""
 
 
 def set_up_process(precision: str, *, deterministic: bool) -> None:
@@ -27,8 +31,6 @@ def set_up_process(precision: str, *, deterministic: bool) -> None:
     keep_freed_memory()
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
     if torch.get_deterministic_debug_mode() != (2 if deterministic else 0):
         torch.use_deterministic_algorithms(deterministic)  # loads torch's compiler, for a second
     # Filling every new tensor with NaN would only show reads of values that nobody wrote.
@@ -157,6 +159,37 @@ def peak_memory_bytes(device: torch.device) -> int:
     return int(status[at + 6 : status.find(b"kB", at)]) * 1024 if at >= 0 else 0
 
 
+DRIVER_FILE = "/proc/driver/nvidia/version"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the bits of results on a GPU depend on besides torch's version."""
+
+    model: str
+    driver: str
+    cuda: str | None
+    cudnn: int | None
+
+    def __str__(self) -> str:
+        return f"{self.model}, driver {self.driver}, CUDA {self.cuda}, cuDNN {self.cudnn}"
+
+
+@cache
+def gpu_of(device: str) -> Gpu | None:
+    """The GPU of a device of this process; None for the CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    try:
+        text = Path(DRIVER_FILE).read_text()
+    except OSError:
+        text = ""
+    driver = re.search(r"\b\d+\.\d[\d.]*", text)  # ... Kernel Module  550.54.15  Fri ...
+    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    name = torch.cuda.get_device_name(device)
+    return Gpu(name, driver[0] if driver else "unknown", torch.version.cuda, cudnn)
+
+
 class DeviceLostError(RuntimeError):
     """The process's device fails, and with it all its further work: another process has to repeat the work."""
 
@@ -170,10 +203,28 @@ def context_bytes() -> int:
 
     CUDA does not tell processes apart: exact while no other uses the GPU, else at most `CONTEXT_BYTES`.
     """
-    ones = torch.ones((8, 8), device="cuda:0")
+    # Also for deterministic runs that come later in this process.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+    ones = torch.ones((8, 8), device=GPU)
     torch.mm(ones, ones)  # loads cuBLAS
     free, total = torch.cuda.mem_get_info(0)
     return min(CONTEXT_BYTES, total - free - torch.cuda.memory_reserved(0))
+
+
+def memory_of(device: str, gpu_share: float) -> int:
+    """Bytes of the GPU's memory that are this process's for tensors, without its CUDA context; 0 for the CPU.
+
+    Raises ValueError for a share that the context takes.
+    """
+    if device == "cpu":
+        return 0
+    context = context_bytes()
+    left = int(min(1.0, gpu_share) * torch.cuda.get_device_properties(0).total_memory) - context
+    if left <= 0:
+        raise ValueError(
+            f"tiers.num_gpus={gpu_share:g} of this GPU is less than CUDA takes ({context:,} bytes): raise it"
+        )
+    return left
 
 
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,12 +20,13 @@ import torch
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult, TaskError, own_copy
-from fedloom.platform.clients.device import check_device, is_out_of_memory, peak_memory_bytes, reset_peak_memory
+from fedloom.platform.clients.device import check_device, gpu_of, is_out_of_memory, peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.stacks import Stacked, StackedTask, train_in_stacks
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.on_device import moved
 from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights, architecture_id, bytes_of, first_not_finite
 from fedloom.tiers.devices import EVALUATION_FACTOR, client_time_s
@@ -126,6 +127,45 @@ def run_chunk(
     return chunk_result
 
 
+class ChunkRunner:
+    """Runs the chunks of one worker, whose clients read weights that are uploaded once per version."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._weights: SharedWeights | None = None
+
+    def run(
+        self, chunk: Chunk, version: str, tensors: Callable[[], Weights], begins: Callable[[int], None]
+    ) -> ChunkResult:
+        """Executes a chunk as `run_chunk` does; what it returns is in main memory.
+
+        `tensors` is asked for the weights if the worker does not hold this version. If they find no room on the device
+        the chunk's clients fail. Raises DeviceLostError if the process has to be replaced.
+        """
+        if self._weights is None or self._weights.version != version:
+            self._weights = None  # the device need not have room for both versions
+            shared = SharedWeights(tensors(), version)
+            try:
+                self._weights = shared = replace(shared, tensors=self.worker.uploaded(shared.tensors))
+            except RuntimeError as error:
+                check_device(error)
+                if not is_out_of_memory(error):
+                    raise
+                chunk = without_memory(chunk, error)
+        else:
+            shared = self._weights
+        return _in_main_memory(run_chunk(self.worker, chunk, shared, begins))
+
+
+def _in_main_memory(result: ChunkResult) -> ChunkResult:
+    """The result with its sums in main memory, by one copy per type; updates that are kept lie there."""
+    if isinstance(result.sums, KeptUpdates):
+        return result
+    totals = moved({name: s.total for name, s in result.sums.tensors.items()}, torch.device("cpu"))
+    tensors = {name: replace(s, total=totals[name]) for name, s in result.sums.tensors.items()}
+    return replace(result, sums=replace(result.sums, tensors=tensors))
+
+
 def without_memory(chunk: Chunk, error: RuntimeError) -> Chunk:
     """The chunk whose clients fail with this error, because the weights that they read found no room on the device.
 
@@ -144,10 +184,13 @@ def run_assignment(
 
     This is the only place that turns an exception into a failed row. Raises DeviceLostError (see `run_chunk`).
     """
+    gpu = gpu_of(str(worker.device))
     about: dict[str, Any] = {
         "client_id": assignment.client_id,
         "tier": assignment.tier,
         "device": str(worker.device),
+        "gpu": gpu and gpu.model,
+        "gpu_software": gpu and str(gpu),
         "node": worker.node,
         "threads": worker.spec.threads,
         "selection_probability": assignment.selection_probability,
@@ -305,10 +348,15 @@ class _SlowClients(threading.Thread):
 
 
 class SerialExecutor:
-    """Runs all chunks in this process, one after the other, without Ray; easy to debug."""
+    """Runs all chunks in this process, one after the other, without Ray; easy to debug.
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    `by_tier` has the workers of tiers whose clients are trained on another device than that of `worker`.
+    """
+
+    def __init__(self, worker: Worker, by_tier: Mapping[str, Worker] | None = None) -> None:
+        by_tier = by_tier or {}
+        runners = {id(w): ChunkRunner(w) for w in (worker, *by_tier.values())}
+        self._runner, self._runners = runners[id(worker)], {tier: runners[id(w)] for tier, w in by_tier.items()}
         torch.set_num_threads(worker.spec.threads)
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
@@ -316,7 +364,9 @@ class SerialExecutor:
         slow_clients.start()
         try:
             for chunk in chunks:
-                result = run_chunk(self.worker, chunk, weights, partial(slow_clients.begins, chunk))
+                runner = self._runners.get(chunk.tier, self._runner)
+                begins = partial(slow_clients.begins, chunk)
+                result = runner.run(chunk, weights.version, lambda: weights.tensors, begins)
                 slow_clients.at_work = None
                 yield result
         finally:

@@ -183,7 +183,8 @@ class Loop:
         progress, names = self._progress(row, clients, merged, after, left), {"stage": stage.name, "round": state.round}
         rows = [*client_rows, ("rounds", row), *rows_of(merged, names)]
         models = [(names, model) for model in merged.models]
-        self.recorder.submit(Record(rows, models, after if save else None, then=lambda: self.watch(progress)))
+        gpus, then = gpus_of(result.client_results), lambda: self.watch(progress)
+        self.recorder.submit(Record(rows, models, after if save else None, then=then, gpus=gpus))
         self._unsaved = None if save else after
         if stop:
             self.recorder.wait()
@@ -270,7 +271,7 @@ class Loop:
         # The checkpoint first, because it covers all rows written before it.
         self._save_unsaved()
         # The failed round's rows are written for inspection; a resumed run replaces them.
-        self.recorder.submit(Record(rows))
+        self.recorder.submit(Record(rows, gpus=gpus_of(results)))
         self.recorder.wait()
         if server is not None:
             raise RunFailedError(f"{stage}, round {round_ + 1}: the server's own work failed: {server.error}")
@@ -335,6 +336,11 @@ def counts_as_failed(result: ClientResult) -> bool:
     has one, and does not count as failed.
     """
     return result.status == "failed" or (result.status == "timed_out" and result.simulated_s == 0.0)
+
+
+def gpus_of(results: Iterable[ClientResult]) -> frozenset[str]:
+    """The GPUs that the work was done on, with their software."""
+    return frozenset(r.gpu_software for r in results if r.gpu_software is not None)
 
 
 def rows_of(merged: RoundUpdate, names: Mapping[str, Any]) -> list[Row]:

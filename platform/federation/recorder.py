@@ -5,6 +5,8 @@ process writes both, in order, with at most one round waiting: clients do not wa
 reported round and at most the round in progress.
 """
 
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,9 +16,12 @@ from typing import Any
 from fedloom.platform.federation.algorithm import KeptModel, Row, RunState
 from fedloom.platform.federation.event_files import Events, NoEvents
 from fedloom.platform.results.checkpoint import Saved, save_checkpoint, save_model
+from fedloom.platform.results.files import from_json
 from fedloom.platform.results.paths import STATE_FILE
 from fedloom.platform.results.writer import Position, RunWriter
 from fedloom.platform.words import naming
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Record:
     """Called before the state is saved; after a crash in between, the resumed run calls it again."""
     then: Callable[[], None] = lambda: None
     """Called when everything is on disk."""
+    gpus: frozenset[str] = frozenset()
+    """The GPUs that its clients were trained on, with their software."""
 
 
 class Recorder:
@@ -85,9 +92,24 @@ class Recorder:
             self._thread.shutdown()
             self.events.close()
 
+    def _note_gpus(self, gpus: frozenset[str]) -> None:
+        """Adds GPUs to those in the run's row; warns once, also after a resume, if they are of several kinds."""
+        known = from_json(str(self.writer.run_row.get("gpus", "[]")), self.writer.paths.table("runs"))
+        new = sorted(gpus.difference(known))
+        if new:
+            self.writer.update_run(gpus=json.dumps([*known, *new]))
+        if len(known) < 2 <= len(known) + len(new):
+            logger.warning(
+                "the run's clients are trained on GPUs of several kinds, between which results may differ in their "
+                "last bits: %s (the column gpu of clients says which)",
+                "; ".join([*known, *new]),
+            )
+
     def _write(self, record: Record) -> None:
         writer, paths = self.writer, self.writer.paths
         with naming(paths.artifacts):
+            if record.gpus:
+                self._note_gpus(record.gpus)
             for table, row in record.rows:
                 writer.add(table, **row)
             for names, model in record.models:

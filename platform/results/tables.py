@@ -85,6 +85,11 @@ COLUMNS: Mapping[str, Mapping[str, Column]] = {
         "tiers": Column("str", "JSON: each tier's name, upper bound and number of clients"),
         "config": Column("str", "JSON: the whole configuration with which the run started"),
         "versions": Column("str", "JSON: versions of fedloom and of the packages that results depend on", of_time=True),
+        "gpus": Column(
+            "str",
+            "JSON: the GPUs that clients were trained on, with driver, CUDA and cuDNN; null on CPUs",
+            of_time=True,
+        ),
         "source_hash": Column("str", "hash of fedloom's source and of your own code", of_time=True),
         "dataset_hash": Column("str", "hash of the prepared data set"),
         "partition_hash": Column("str", "hash of which client has which samples"),

@@ -9,6 +9,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
+from fedloom.platform.clients.assignments import SERVER
+from fedloom.platform.clients.device import GPU, memory_of
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
@@ -57,6 +61,7 @@ from fedloom.platform.runs.run_files import (
 )
 from fedloom.platform.runs.source_code import check_code_places
 from fedloom.platform.runs.supernets import keeper, load_supernet, supernet_key
+from fedloom.platform.words import shown
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +70,29 @@ MakeExecutor = Callable[[World], Executor]
 
 
 def make_serial(world: World) -> SerialExecutor:
-    """Trains the world's clients in this process."""
-    return SerialExecutor(Worker(world.spec))
+    """Trains the world's clients in this process, with all of its GPU's memory those whose tiers have a share of one.
+
+    Raises ValueError if they do and torch sees no GPU.
+    """
+    devices = _serial_devices(world)
+    kinds = dict.fromkeys(devices.values())
+    workers = {d: Worker(replace(world.spec, device=d, device_bytes=memory_of(d, 1.0))) for d in kinds}
+    return SerialExecutor(workers[devices[SERVER]], {tier: workers[device] for tier, device in devices.items()})
+
+
+def _serial_devices(world: World) -> dict[str, str]:
+    """The device of every tier's clients and of the server's data: that of the client actors that would do the work."""
+    sizes = {tier.name: (tier.num_cpus, tier.num_gpus) for tier in world.tiers}
+    if world.config.executor.resident:  # every actor has what the largest tier asks for
+        sizes = dict.fromkeys(sizes, (max(cpus for cpus, _ in sizes.values()), max(gpus for _, gpus in sizes.values())))
+    groups = list(dict.fromkeys(sizes.values()))  # the last one has the server's data
+    devices = {name: GPU if gpus else "cpu" for name, (_, gpus) in {**sizes, SERVER: groups[-1]}.items()}
+    if GPU in devices.values() and not torch.cuda.is_available():
+        raise ValueError(
+            f"tiers.num_gpus={shown(world.config.tiers.num_gpus)} with executor.kind=serial needs a GPU, and torch "
+            "sees none in this process: leave tiers.num_gpus out to train on the CPU, or run it where there is one"
+        )
+    return devices
 
 
 @dataclass(frozen=True)
@@ -114,7 +140,7 @@ def start_run(
     if identity.ablation is None:
         check_name_is_free(root, config)
     world = planned_world(config)
-    stages = planned_stages(world)
+    stages = _begun_stages(world)
     run_id = identity.run_id or new_run_id(root, config.experiment)
     if identity.run_id is not None:
         fetch(config.results, [run_id], tensors=False)  # so that an id used at the URL is rejected, too
@@ -203,7 +229,7 @@ def resume_run(
         if config.name != read_names(paths.artifacts).name and identity.ablation is None:
             check_name_is_free(paths.root, config)
         world = stored_world(paths, config)
-        stages = planned_stages(world)
+        stages = _begun_stages(world)
         sources, copies = sources_of(config), latest_copies(paths)
         changed = sources.changed_since(copies)
         if changed and not changed_plugins:
@@ -256,6 +282,13 @@ def planned_stages(world: World) -> list[Stage]:
         check_event_files()
     stages = build_stages(world)
     return dry_stages(stages) if world.config.dry_run else stages
+
+
+def _begun_stages(world: World) -> list[Stage]:
+    """The stages of a run that begins in this process; ValueError, too, if its clients need a GPU that is not here."""
+    if world.config.executor.kind == "serial" and not world.config.dry_run:
+        _serial_devices(world)
+    return planned_stages(world)
 
 
 def _go(

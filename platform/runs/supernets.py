@@ -88,7 +88,7 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
             "devices": hashes.pop(table, table) if table else None,
             "inputs": hashes,
             "code": [source_hash(), own_code, torch.__version__],
-            "gpu": config.executor.kind == "ray" and any(t.num_gpus > 0 for t in world.tiers),
+            "gpu": any(t.num_gpus > 0 for t in world.tiers),
         }
     )[:KEY_LENGTH]
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.actors.client import memory_of
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult
-from fedloom.platform.clients.device import set_up_process
+from fedloom.platform.clients.device import memory_of, set_up_process
 from fedloom.platform.clients.execution import Chunk, SharedWeights, run_assignment, run_chunk
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState

@@ -85,6 +85,10 @@ def test_resident_clients_share_the_cpus_with_the_servers_data() -> None:
 def test_a_serial_trial_takes_its_threads() -> None:
     assert need(cluster(8), 3, kind="serial") == (CPU,)
     assert need(cluster(8), 3, kind="serial", threads=4) == ({"CPU": 4.0},)
+    assert need(cluster((8, 2)), 3, GPU_TIERS, kind="serial") == ({"CPU": 1.0, "GPU": 1.0},), "and a GPU to itself"
+    assert "need 1 GPUs at once, the cluster has 0" in refusal(lambda: need(cluster(8), 3, GPU_TIERS, kind="serial"))
+    counted = RunConfig(executor=ExecutorConfig(kind="serial"), dry_run=True)
+    assert bundles_of_trial(counted, GPU_TIERS, 8, cluster(8), 3) == (CPU,)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

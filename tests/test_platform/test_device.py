@@ -1,6 +1,5 @@
 """Precision and memory format of a worker's networks."""
 
-import os
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from fedloom.platform.averaging.average import WeightedSums
-from fedloom.platform.clients.device import AUTOCAST, WORKSPACE, Kernels, set_up_process
+from fedloom.platform.clients.device import AUTOCAST, Kernels, set_up_process
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
@@ -118,17 +117,14 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("as_before")
-def test_a_worker_sets_up_its_process(sums_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+def test_a_worker_sets_up_its_process(sums_of: Any) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     plain = sums_of()[1]
     assert not torch.backends.cudnn.allow_tf32, "float32 is float32 in convolutions, too"
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     exact = sums_of(deterministic=True, precision="tf32")[1]
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.allow_tf32
     assert torch.backends.cuda.matmul.allow_tf32
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == WORKSPACE
     assert all(torch.equal(s.total, plain.tensors[n].total) for n, s in exact.tensors.items())
     sums_of()
     assert not torch.are_deterministic_algorithms_enabled(), "the last worker decides"

@@ -57,8 +57,8 @@ class Guarded:
 
 
 def fake_worker() -> Worker:
-    worker = SimpleNamespace(device=torch.device("cpu"), node="here", spec=SimpleNamespace(threads=1), data=Guarded())
-    return cast(Worker, worker)
+    own = {"device": torch.device("cpu"), "node": "here", "spec": SimpleNamespace(threads=1)}
+    return cast(Worker, SimpleNamespace(**own, data=Guarded(), uploaded=dict))
 
 
 def update_of(tensor: Tensor, weight: float = 1.0) -> Update:

@@ -40,7 +40,8 @@ PHONE = DeviceProfile("phone", macs_per_s=1.0, down_bytes_per_s=1.0, up_bytes_pe
 
 
 def fake_worker() -> Worker:
-    return cast(Worker, SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(threads=1), node="here"))
+    worker = SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(threads=1), node="here", uploaded=dict)
+    return cast(Worker, worker)
 
 
 @dataclass(frozen=True)

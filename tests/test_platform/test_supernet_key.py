@@ -193,8 +193,8 @@ def test_gpus_and_versions_count(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus = replace(world, tiers=tuple(replace(t, num_gpus=0.5) for t in world.tiers))
     ray = replace(config, executor=replace(config.executor, kind="ray"))
     serial = replace(config, executor=replace(config.executor, kind="serial"))
-    assert supernet_key(ray, on_gpus) != key
-    assert supernet_key(serial, on_gpus) == key, "the serial executor trains on the CPU"
+    assert supernet_key(ray, on_gpus) == supernet_key(serial, on_gpus) != key
+    assert supernet_key(ray, world) == supernet_key(serial, world) == key
     with monkeypatch.context() as patched:
         patched.setattr("fedloom.platform.runs.supernets.source_hash", lambda: "another")
         assert supernet_key(config, world) != key

@@ -314,8 +314,8 @@ def _marked_steps(counting: _Counting, steps: list[Counts]) -> Iterator[None]:
 
 
 @contextmanager
-def _as_a_device() -> Iterator[None]:
-    """What torch does for real devices and not for fake ones: moving modules, and arrays of what was copied."""
+def moves_modules() -> Iterator[None]:
+    """What torch does for real devices and not for those that are written in Python: moving modules."""
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for child in self.children():
@@ -330,17 +330,27 @@ def _as_a_device() -> Iterator[None]:
                 self._buffers[name] = fn(buffer)
         return self
 
-    def numpy(self: FakeTensor) -> np.ndarray:
-        assert not _on_device(self), "arrays are made of what is in main memory"
-        return np.zeros(tuple(self.shape), dtype=str(self.dtype).split(".")[1])
-
     real = nn.Module._apply
     nn.Module._apply = apply  # type: ignore[method-assign, assignment]
-    FakeTensor.numpy = numpy  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         nn.Module._apply = real  # type: ignore[method-assign]
+
+
+@contextmanager
+def _as_a_device() -> Iterator[None]:
+    """What torch does for real devices and not for fake ones: moving modules, and arrays of what was copied."""
+
+    def numpy(self: FakeTensor) -> np.ndarray:
+        assert not _on_device(self), "arrays are made of what is in main memory"
+        return np.zeros(tuple(self.shape), dtype=str(self.dtype).split(".")[1])
+
+    FakeTensor.numpy = numpy  # type: ignore[method-assign, assignment]
+    try:
+        with moves_modules():
+            yield
+    finally:
         del FakeTensor.numpy
 
 

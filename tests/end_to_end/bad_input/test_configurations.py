@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 Refuse = Callable[..., str]
 
@@ -105,6 +106,18 @@ def test_an_unknown_rule_is_refused_before_data_is_prepared(refused: Refuse, tmp
     line = refused("method.train.server=adam", f"data.cache={tmp_path / 'cache'}")
     assert "method.train.server: unknown server rule 'adam'" in line
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_serial_run_on_a_gpu_that_is_not_there(
+    refused: Refuse, refusal: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shares = "tiers.num_gpus=[.5,.5,.5,.5]"
+    assert "tiers.num_gpus=[0.5, 0.5, 0.5, 0.5] with executor.kind=serial needs a GPU" in refused(shares)
+    experiment = ["ablation=init", "experiment=fedoras_digits", "executor.kind=serial", "tiers.paths=1000"]
+    line = refusal("ablate", *experiment, shares, f"results={tmp_path / 'trials'}")
+    assert "need 1 GPUs at once, the cluster has 0: 1 GPUs are missing; lower tiers.num_gpus" in line
+    assert not (tmp_path / "trials" / "artifacts").exists()
 
 
 def test_too_many_actors_are_refused_before_anything_is_written(refused: Refuse) -> None:
