@@ -1,9 +1,11 @@
 """Two runs on one cluster: the second waits in line, is told so, and is refused with what helps."""
 
+import json
 import os
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,22 @@ def test_what_the_whole_cluster_cannot_hold_is_refused_at_once(slept: list[float
     with pytest.raises(ValueError, match="the cluster has 1 free"):
         wait_for_room(two_cpus, dict, lambda: {"node": {"CPU": 1.0}}, 300.0, told.append)
     assert (told, slept) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("status", "grows"),
+    [
+        (None, False),
+        ({"time": 1.0}, False),  # its first report is still to come
+        ({"autoscaler_report": {"node_type_mapping": None}}, False),
+        ({"autoscaler_report": {"node_type_mapping": {"f00": "node_f00"}}}, False),
+        ({"autoscaler_report": {"node_type_mapping": {"f00": "head"}}}, True),
+    ],
+)
+def test_a_cluster_grows_that_has_an_autoscaler(monkeypatch: pytest.MonkeyPatch, status: Any, grows: bool) -> None:
+    monkeypatch.setattr(placement, "is_autoscaler_v2", lambda: False)
+    monkeypatch.setattr(placement.internal_kv, "_internal_kv_get", lambda _key: status and json.dumps(status).encode())
+    assert placement.can_grow() is grows
 
 
 def free_port() -> int:
