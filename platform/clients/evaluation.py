@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,18 +28,24 @@ EVALUATED = 256
 """Samples per batch of an evaluation whose result does not depend on it."""
 
 
+READ_BYTES = 2**26
+"""The most bytes of inputs that an evaluation reads at a time, unless a batch has more."""
+
+
 def batches_of(data: Samples | StoredSamples, sizes: list[int] | None = None) -> Iterator[Samples]:
-    """The samples in batches, of the given sizes if they matter; stored samples are read batch by batch."""
+    """The samples in batches, of the given sizes if they matter; stored samples are read some batches at a time."""
     per_position = data.per_position if isinstance(data, StoredSamples) else data[1].dim() > 1
     # The logits of every position make a batch of texts far larger than one of images.
     split = sizes or (EVALUATED // 8 if per_position else EVALUATED)
     if isinstance(data, StoredSamples):
-        batches: Iterator[Samples] = (
-            data.tensors(rows.numpy()) for rows in torch.split(torch.arange(len(data)), split)
-        )
-    else:
-        batches = zip(torch.split(data[0], split), torch.split(data[1], split), strict=True)
-    return (batch for batch in batches if len(batch[1]))
+        most = max(1, READ_BYTES // (8 * math.prod(data.dataset.input_shape)))
+        batches = [rows_B for rows_B in torch.split(torch.arange(len(data)), split) if len(rows_B)]
+        # A GPU is sent the places of the samples once per reading, not once per batch.
+        for _, read in itertools.groupby(batches, lambda rows_B: int(rows_B[-1]) // most):
+            rows = list(read)
+            yield from batches_of(data.tensors(torch.cat(rows).numpy()), [len(rows_B) for rows_B in rows])
+    elif len(data[1]):
+        yield from zip(torch.split(data[0], split), torch.split(data[1], split), strict=True)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedloom.platform.clients.evaluation import EVALUATED, batches_of, evaluate
+from fedloom.platform.clients import evaluation
+from fedloom.platform.clients.evaluation import READ_BYTES, batches_of, evaluate
 from fedloom.platform.clients.objectives import TopK
 from fedloom.platform.data import prepare
 from fedloom.platform.data.artefact import AnyArray, IntArray, atomic_folder, write_array, write_artefact
@@ -53,19 +54,23 @@ class LargestTensor(TorchDispatchMode):
         return returned
 
 
-def test_the_largest_tensor_of_an_evaluation_is_a_batch_and_the_score_that_of_the_whole(large: Dataset) -> None:
+def test_an_evaluation_holds_a_part_of_the_samples_and_gives_the_score_of_the_whole(large: Dataset) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 10)).eval()
     data = StoredSamples(large, "test", np.arange(IMAGES)[::-1])
     with LargestTensor() as largest:
         score = evaluate(net, data, TopK(k=3))
-    assert largest.nbytes == 4 * EVALUATED * np.prod(SHAPE)
+    assert READ_BYTES / 4 < largest.nbytes < READ_BYTES < 4 * IMAGES * np.prod(SHAPE)
     assert score == evaluate(net, data.tensors(), TopK(k=3)), "to the last bit"
     assert score.samples == IMAGES
 
 
 @pytest.mark.parametrize("sizes", [None, [7, 1, 12]])
-def test_batches_of_stored_samples_are_those_of_their_tensors(large: Dataset, sizes: list[int] | None) -> None:
+@pytest.mark.parametrize("read_bytes", [READ_BYTES, 8 * 3072 * 8, 1])
+def test_batches_of_stored_samples_are_those_of_their_tensors(
+    large: Dataset, sizes: list[int] | None, read_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "READ_BYTES", read_bytes)
     labels = torch.arange(10).flip(0)
     data = StoredSamples(large, "test", np.array([0, 300, 100, 5] * 5), label_map=labels)
     batches = list(batches_of(data, sizes))
