@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.clients.assignments import CONFUSION, PARAGRAPH, Measurement
-from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import architecture_id
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.objectives import Objective
     from fedloom.platform.clients.training import Samples
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.data.dataset import StoredSamples
     from fedloom.platform.spaces.slices import Architecture
 
 EVALUATED = 256
@@ -34,10 +34,10 @@ READ_BYTES = 2**26
 
 def batches_of(data: Samples | StoredSamples, sizes: list[int] | None = None) -> Iterator[Samples]:
     """The samples in batches, of the given sizes if they matter; stored samples are read some batches at a time."""
-    per_position = data.per_position if isinstance(data, StoredSamples) else data[1].dim() > 1
+    per_position = data[1].dim() > 1 if isinstance(data, tuple) else data.per_position
     # The logits of every position make a batch of texts far larger than one of images.
     split = sizes or (EVALUATED // 8 if per_position else EVALUATED)
-    if isinstance(data, StoredSamples):
+    if not isinstance(data, tuple):
         most = max(1, READ_BYTES // (8 * math.prod(data.dataset.input_shape)))
         batches = [rows_B for rows_B in torch.split(torch.arange(len(data)), split) if len(rows_B)]
         # A GPU is sent the places of the samples once per reading, not once per batch.

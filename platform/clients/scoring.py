@@ -24,13 +24,13 @@ from fedloom.platform.clients.evaluation import (
 )
 from fedloom.platform.clients.networks import ESTIMATED, Network, Subnet, in_task
 from fedloom.platform.clients.training import Samples
-from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Architecture, Slice, Weights, architecture_id, bytes_of
 from fedloom.tiers.devices import EVALUATION_FACTOR
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.data.dataset import StoredSamples
 
 PERSONAL, GLOBAL = "personal", "global"
 """The names of a client's own model and the shared model in the tables."""
