@@ -18,7 +18,7 @@ from tools.frozen_runs import RUNS
 
 MOST_WAITS = 9
 """Per client: its figures, whether its values are finite, what it sends back, and each model that it scores."""
-MOST_COPIES = 9
+MOST_COPIES = 11
 """Per client: its samples and their order, what is drawn for augmentation, its state by type."""
 ROUTED = ("TrainModular", "ScoreModular")
 """Tasks of FedMN, whose samples are routed to modules of which the processor has to know in every step."""

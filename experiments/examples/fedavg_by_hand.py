@@ -92,7 +92,7 @@ def test_accuracy(weights: Weights) -> float:
     model = space.build_subnet(space.largest).eval()
     model.load_state_dict(weights)
     with data.reading_test():  # outside this block test data cannot be read
-        x, y = data.central("test")
+        x, y = data.central("test").tensors()
     return float((model(x).argmax(dim=1) == y).float().mean())
 
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.experiments.export.formats import (
-    BATCH_SIZE,
     FORMATS,
     INPUT,
     OUTPUT,
@@ -31,6 +30,7 @@ from fedloom.experiments.export.formats import (
 )
 from fedloom.experiments.export.selection import Chosen, Wanted, check_wanted, choose
 from fedloom.experiments.runs.configuration import stored_config
+from fedloom.platform.clients.evaluation import batches_of
 from fedloom.platform.clients.networks import ESTIMATED, Subnet
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
@@ -117,10 +117,13 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
             chosen = choose(paths, world, Wanted(model=name))
             module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone), chosen.weights)
             with worker.data.reading_test():
-                x, y = worker.in_task(worker.central_data("test"), chosen.architecture)
-            if y.dim() != 1:
-                raise ValueError(f"run {paths.run_id}: samples of texts have many labels each; compare over clients")
-            predicted = torch.cat([module(x_B).argmax(dim=1) for x_B in torch.split(x, BATCH_SIZE)])
+                data = worker.in_task(worker.central_data("test"), chosen.architecture)
+                if data.per_position:
+                    raise ValueError(
+                        f"run {paths.run_id}: samples of texts have many labels each; compare over clients"
+                    )
+                predicted = torch.cat([module(x_B).argmax(dim=1) for x_B, _ in batches_of(data)])
+                y = data.labels
             model = chosen.models[0] if len(chosen.models) == 1 else name
             key = (model, chosen.tier or "server", "")
             correct[key] = ((predicted == y).numpy(), content_hash(y.numpy().tobytes()))
@@ -132,12 +135,12 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
     statistics = method.search.statistics if isinstance(method, FedorASConfig) else ESTIMATED
     module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone, statistics), chosen.weights)
     data = worker.in_task(worker.central_data("validation"), chosen.architecture)
-    if len(data[0]) < 2:
+    if len(data) < 2:
         raise ValueError(
-            f"an export is checked on validation data, of which this run has {len(data[0])} samples: it needs a run "
+            f"an export is checked on validation data, of which this run has {len(data)} samples: it needs a run "
             "with a larger data.validation_share"
         )
-    sample = data[0][:2]
+    sample, _ = data.tensors(slice(2))
     encoded = encode(module, sample, formats)
     comparison = compare(
         _reference(worker, chosen, module), {kind: file.forward for kind, file in encoded.items()}, data

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from fedloom.platform.clients.evaluation import batches_of
 from fedloom.platform.clients.objectives import IGNORED
+from fedloom.platform.clients.training import Samples
+from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.results.checkpoint import from_bytes, to_bytes
 
 FORMATS = ("safetensors", "pt2", "onnx")
@@ -140,8 +143,6 @@ Sums in another order differ by less.
 LARGEST_CHANGED_SHARE = 1e-3
 """Allowed share of predicted classes that differ, since two logits may be nearly equal."""
 
-BATCH_SIZE = 256
-
 
 @dataclass
 class Agreement:
@@ -175,22 +176,21 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(reference: Forward, files: Mapping[str, Forward], data: tuple[Tensor, Tensor]) -> Comparison:
+def compare(reference: Forward, files: Mapping[str, Forward], data: Samples | StoredSamples) -> Comparison:
     """Runs the model and its files on all samples, with the batch size with which runs score models.
 
     `data` holds inputs of shape (n, ...) and labels of shape (n,) or (n, T); padding does not count.
     """
-    x, y = data
-    size = BATCH_SIZE if y.dim() == 1 else BATCH_SIZE // 8
     agreements = {name: Agreement() for name in files}
-    correct = targets = 0
-    for x_B, y_B in zip(torch.split(x, size), torch.split(y, size), strict=True):
+    correct = targets = samples = 0
+    for x_B, y_B in batches_of(data):
         logits, counts = reference(x_B), y_B != IGNORED
         correct += int((logits.argmax(dim=1) == y_B).sum())
         targets += int(counts.sum())
+        samples += len(y_B)
         for name, forward in files.items():
             agreements[name].add(logits, forward(x_B), counts)
-    return Comparison(correct, targets, len(y), agreements)
+    return Comparison(correct, targets, samples, agreements)
 
 
 def check_agreement(comparison: Comparison) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,31 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.objectives import Objective
     from fedloom.platform.clients.training import Samples
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.data.dataset import StoredSamples
     from fedloom.platform.spaces.slices import Architecture
 
 EVALUATED = 256
 """Samples per batch of an evaluation whose result does not depend on it."""
+
+
+READ_BYTES = 2**26
+"""The most bytes of inputs that an evaluation reads at a time, unless a batch has more."""
+
+
+def batches_of(data: Samples | StoredSamples, sizes: list[int] | None = None) -> Iterator[Samples]:
+    """The samples in batches, of the given sizes if they matter; stored samples are read some batches at a time."""
+    per_position = data[1].dim() > 1 if isinstance(data, tuple) else data.per_position
+    # The logits of every position make a batch of texts far larger than one of images.
+    split = sizes or (EVALUATED // 8 if per_position else EVALUATED)
+    if not isinstance(data, tuple):
+        most = max(1, READ_BYTES // (8 * math.prod(data.dataset.input_shape)))
+        batches = [rows_B for rows_B in torch.split(torch.arange(len(data)), split) if len(rows_B)]
+        # A GPU is sent the places of the samples once per reading, not once per batch.
+        for _, read in itertools.groupby(batches, lambda rows_B: int(rows_B[-1]) // most):
+            rows = list(read)
+            yield from batches_of(data.tensors(torch.cat(rows).numpy()), [len(rows_B) for rows_B in rows])
+    elif len(data[1]):
+        yield from zip(torch.split(data[0], split), torch.split(data[1], split), strict=True)
 
 
 @dataclass(frozen=True)
@@ -48,23 +70,28 @@ class _Sums:
     metric: Tensor  # a metric of one's own need not be a count
     more: dict[str, Tensor] = field(default_factory=dict)
     targets: Tensor | int = 0  # on the device, if it depends on the data: it is read once, at the end
+    samples: int = 0
 
     def add(self, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
         self.loss += objective.loss_sum(outputs, y_B).double()
         self.metric += objective.metric_sum(outputs, y_B).double()
         self.targets = self.targets + objective.counted(outputs, y_B)
+        self.samples += len(y_B)
         for name, value in objective.more(outputs, y_B).items():
             self.more[name] = self.more.get(name, torch.zeros_like(self.loss)) + value.double()
 
-    def score(self, y: Tensor) -> Score:
+    def score(self, *, per_position: bool) -> Score:
         known = self.targets if isinstance(self.targets, Tensor) else torch.full_like(self.loss, self.targets)
         sums: list[float] = torch.stack([known.double(), self.loss, self.metric, *self.more.values()]).cpu().tolist()
         loss, metric, *more = (total / sums[0] for total in sums[1:])
-        return Score(loss, metric, len(y), y.dim() > 1, dict(zip(self.more, more, strict=True)))
+        return Score(loss, metric, self.samples, per_position, dict(zip(self.more, more, strict=True)))
 
 
 def evaluate(
-    forward: Callable[[Tensor], Tensor], data: Samples, objective: Objective, sizes: list[int] | None = None
+    forward: Callable[[Tensor], Tensor],
+    data: Samples | StoredSamples,
+    objective: Objective,
+    sizes: list[int] | None = None,
 ) -> Score:
     """Mean loss and metric of `forward` over all targets, in batches, of the given sizes if they matter."""
     return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, sizes)[0]
@@ -74,22 +101,21 @@ def evaluate(
 def evaluate_all(
     outputs_of: Callable[[Tensor], Iterable[Tensor]],
     networks: int,
-    data: Samples,
+    data: Samples | StoredSamples,
     objective: Objective,
     sizes: list[int] | None = None,
 ) -> list[Score]:
     """The scores of several networks, whose outputs `outputs_of` gives for a batch; every batch is loaded once."""
-    x, y = data
-    if len(y) == 0:
-        return [Score(math.nan, math.nan, 0)] * networks
-    zero = torch.zeros((), dtype=torch.float64, device=x.device)
-    sums = [_Sums(zero.clone(), zero.clone()) for _ in range(networks)]
-    # The logits of every position make a batch of texts far larger than one of images.
-    split = sizes or (EVALUATED if y.dim() == 1 else EVALUATED // 8)
-    for x_B, y_B in zip(torch.split(x, split), torch.split(y, split), strict=True):
+    sums, per_position = list[_Sums](), False
+    for x_B, y_B in batches_of(data, sizes):
+        if not sums:
+            zero, per_position = torch.zeros((), dtype=torch.float64, device=x_B.device), y_B.dim() > 1
+            sums = [_Sums(zero.clone(), zero.clone()) for _ in range(networks)]
         for of_network, outputs in zip(sums, outputs_of(x_B), strict=True):
             of_network.add(outputs, y_B, objective)
-    return [of_network.score(y) for of_network in sums]
+    if not sums:
+        return [Score(math.nan, math.nan, 0)] * networks
+    return [of_network.score(per_position=per_position) for of_network in sums]
 
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -155,12 +181,12 @@ class Predictions:
 
 
 def details_of(
-    worker: Worker, forward: Predictions, data: Samples, model: str, architecture: Architecture
+    worker: Worker, forward: Predictions, data: StoredSamples, model: str, architecture: Architecture
 ) -> list[Measurement]:
     """The confusion matrix of a classifier that has predicted the data, the paragraph of a language model."""
     names, shown = worker.class_names(architecture), architecture_id(architecture)
-    if data[1].dim() == 1:
-        return confusion(forward.classes, data[1], names, model, shown)
+    if not data.per_position:
+        return confusion(forward.classes, data.labels, names, model, shown)
     return paragraph(worker, forward.forward, data, names, model, shown)
 
 
@@ -174,7 +200,7 @@ def confusion(
     classes = len(names)
     if classes > MOST_CLASSES or targets.dim() != 1 or not predicted:
         return []
-    pairs = (targets * classes + torch.cat(list(predicted))).cpu().numpy()
+    pairs = (targets * classes + torch.cat(list(predicted)).cpu()).numpy()
     counts = np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
     return [
         Measurement(
@@ -187,21 +213,25 @@ def confusion(
 
 @torch.no_grad()
 def paragraph(
-    worker: Worker, forward: Forward, data: Samples, names: Sequence[str], model: str, architecture: str
+    worker: Worker,
+    forward: Forward,
+    data: Samples | StoredSamples,
+    names: Sequence[str],
+    model: str,
+    architecture: str,
 ) -> list[Measurement]:
     """A text that a language model goes on with after the beginning of a test text, drawn token by token.
 
     The value is the mean loss of what is written, in nats per token; `detail` is JSON: the beginning, and what is
     written after it. The draws depend only on the run's seed and the model's name.
     """
-    x, y = data
-    ends = (y >= 0).sum(dim=1) if y.dim() == 2 else y
-    whole = torch.nonzero(ends == x.shape[1]).flatten()
-    if y.dim() != 2 or not len(whole):
+    whole_texts = (x_B[(y_B >= 0).sum(dim=1) == x_B.shape[1]] for x_B, y_B in batches_of(data))
+    x = next((texts[0] for texts in whole_texts if len(texts)), None)
+    if x is None:
         return []
     by_character = 2 * sum(len(name) == 1 for name in names) > len(names)
-    length, count = x.shape[1], WRITTEN["characters" if by_character else "words"]
-    tokens = x[whole[0], : min(PROMPT, length)].tolist()
+    length, count = len(x), WRITTEN["characters" if by_character else "words"]
+    tokens = x[:PROMPT].tolist()
     begin = len(tokens)
     special = torch.tensor([is_special(name) for name in names], device=x.device)
     generator, losses = torch_stream(worker.spec.training_seed, PARAGRAPH, model), list[float]()

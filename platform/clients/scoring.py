@@ -30,6 +30,7 @@ from fedloom.tiers.devices import EVALUATION_FACTOR
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.data.dataset import StoredSamples
 
 PERSONAL, GLOBAL = "personal", "global"
 """The names of a client's own model and the shared model in the tables."""
@@ -67,19 +68,19 @@ def measurements_of(model: str, name: str, split: str | None, score: Score) -> t
 def calibration_samples(worker: Worker) -> Tensor:
     """Evenly spaced inputs of the server's validation data, cached because every subnet needs them."""
     if worker.calibration is None:
-        x, _ = worker.central_data("validation")
-        if len(x) == 0:
+        samples = worker.central_data("validation")
+        if len(samples) == 0:
             raise ValueError(
                 "running statistics need validation data to be estimated from: raise data.validation_share"
             )
-        worker.calibration = _spread(x)
+        worker.calibration = _spread(samples)
     return worker.calibration
 
 
-def _spread(x: Tensor) -> Tensor:
-    """Evenly spaced samples, as many as statistics are estimated from."""
-    places = torch.linspace(0, len(x) - 1, min(CALIBRATION_SAMPLES, len(x))).round().long()
-    return x[places.to(x.device)]
+def _spread(samples: StoredSamples) -> Tensor:
+    """Evenly spaced inputs, as many as statistics are estimated from."""
+    places = torch.linspace(0, len(samples) - 1, min(CALIBRATION_SAMPLES, len(samples))).round().long()
+    return samples.tensors(places.numpy())[0]
 
 
 def loaded_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module:
@@ -140,7 +141,7 @@ def score_subnets(
     architectures: Sequence[Architecture],
     weights: Weights,
     version: str,
-    data: Samples,
+    data: StoredSamples,
     unlabelled: Tensor | None = None,
 ) -> list[Score]:
     """The scores of subnets of the shared supernet, in the given order.
@@ -189,17 +190,14 @@ class ScoreSubnets:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Scores every architecture, with one measurement per metric."""
-        if assignment.client_id is None:
-            data = worker.central_data(self.split, self.share)
-        else:
-            data = worker.client_data(assignment.client_id, self.split)
+        data = worker.scored_data(assignment.client_id, self.split, self.share)
         measurements: list[Measurement] = []
         unlabelled = self._unlabelled(worker, assignment.client_id)
         scores = score_subnets(worker, self.architectures, weights, self.version, data, unlabelled)
         for architecture, score in zip(self.architectures, scores, strict=True):
             measurements += measurements_of("supernet", architecture_id(architecture), self.split, score)
-        passes = len(data[1]) + (0 if unlabelled is None else len(unlabelled))
-        costs = self._costs(worker, len(data[1]), passes, len(measurements))
+        passes = len(data) + (0 if unlabelled is None else len(unlabelled))
+        costs = self._costs(worker, len(data), passes, len(measurements))
         return replace(costs, measurements=tuple(measurements))
 
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
@@ -220,8 +218,8 @@ class ScoreSubnets:
             return None
         if client_id is None:
             return calibration_samples(worker)
-        x, _ = worker.client_data(client_id, "train")
-        return _spread(x) if len(x) > 1 else None
+        samples = worker.data.stored(client_id, "train")
+        return _spread(samples) if len(samples) > 1 else None
 
     def _costs(self, worker: Worker, samples: int, passes: int, values: int) -> ClientResult:
         return ClientResult(
@@ -280,8 +278,8 @@ class ScoreSubnet:
         """Scores the subnet, with one measurement per metric."""
         module, architecture = scored_subnet(worker, self.subnet, weights), self.subnet.architecture
         client_id = assignment.client_id
-        data = worker.central_data(self.split) if client_id is None else worker.client_data(client_id, self.split)
-        data, name = worker.in_task(data, architecture), architecture_id(architecture)
+        data = worker.in_task(worker.scored_data(client_id, self.split), architecture)
+        name = architecture_id(architecture)
         forward = Predictions(module) if self.details else module
         score = evaluate(forward, data, worker.objective)
         measurements = measurements_of(self.model, name, self.split, score)

@@ -4,9 +4,10 @@ import platform
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from fedloom.platform.clients.device import Kernels, set_up_process
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import Samples
+from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.data.source import LabelSet
@@ -33,6 +35,8 @@ SUBNETS_KEPT = 8
 
 DATA_SHARE = 0.25
 """The largest share of a worker's GPU memory that the prepared data may take for good; the rest is for training."""
+
+AnySamples = TypeVar("AnySamples", Samples, StoredSamples)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,6 @@ class Worker:
         self.calibration: Tensor | None = None
         self._statistics: tuple[str, dict[Architecture, dict[str, Tensor]]] | None = None
         self._label_maps: dict[int, Tensor] = {}
-        self._central: tuple[tuple[str, float], tuple[Tensor, Tensor]] | None = None
 
     @cached_property
     def objective(self) -> Objective:
@@ -180,13 +183,15 @@ class Worker:
             self._loaded = version
         return self.supernet
 
-    def in_task(self, data: Samples, options: Architecture | Subspace) -> Samples:
+    def in_task(self, data: AnySamples, options: Architecture | Subspace) -> AnySamples:
         """The samples with the labels of the task that an architecture or a subspace is for."""
         if not self.spec.label_sets:
             return data
         task = self._task(options)
         if task not in self._label_maps:
             self._label_maps[task] = torch.tensor(self.spec.label_sets[task].of, device=self.device)
+        if isinstance(data, StoredSamples):
+            return replace(data, label_map=self._label_maps[task])
         return data[0], self._label_maps[task][data[1]]
 
     def class_names(self, options: Architecture) -> tuple[str, ...]:
@@ -208,15 +213,14 @@ class Worker:
             self._statistics = (version, {})
         return self._statistics[1]
 
-    def central_data(self, split: str, share: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The server's samples of a split, cached because a search scores all candidates on the same samples."""
-        if self._central is not None and self._central[0] == (split, share):
-            return self._central[1]
+    def central_data(self, split: str, share: float = 1.0) -> StoredSamples:
+        """The server's samples of a split, the same at every call."""
         rng = stream(self.spec.training_seed, "central_data", split)
-        data = self.data.central(split, share=share, rng=rng)
-        if split != "test":  # cached samples would bypass the lock on the test set
-            self._central = ((split, share), data)
-        return data
+        return self.data.central(split, share=share, rng=rng)
+
+    def scored_data(self, client_id: int | None, split: str, share: float = 1.0) -> StoredSamples:
+        """What networks are scored on: one client's samples of a split, or of the server's (None) a share."""
+        return self.central_data(split, share) if client_id is None else self.data.stored(client_id, split)
 
 
 @contextmanager

@@ -4,11 +4,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -74,16 +74,32 @@ def _fsync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_array(path: Path, pieces: Iterable[AnyArray], length: int) -> AnyArray:
+    """Writes an array of this length piece by piece, with the bytes of `np.save`; returns it memory-mapped."""
+    with naming(path), path.open("wb") as file:
+        shape: tuple[int, ...] = ()
+        for piece in pieces:
+            if not shape:
+                shape, descr = (length, *piece.shape[1:]), np.lib.format.dtype_to_descr(piece.dtype)
+                header = {"descr": descr, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+            # Not by NumPy, which of a full disk would only say how many values it has written.
+            file.write(np.ascontiguousarray(piece).data)
+        file.flush()
+        os.fsync(file.fileno())
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
 def write_artefact(folder: Path, manifest: str, fields: Fields, arrays: Mapping[str, AnyArray]) -> None:
-    """Writes every array as NAME.npy, and the manifest: the fields, each file's hash, and the hash of all of these."""
+    """Writes every array as NAME.npy, and the manifest: the fields, each file's hash, and the hash of all of these.
+
+    Arrays of which `write_array` has written the file are only described.
+    """
     files: Fields = {}
     for name, array in arrays.items():
         path = folder / f"{name}.npy"
-        with naming(path), path.open("wb") as file:
-            # Not to the file itself, because of a full disk NumPy would only say how many values it has written.
-            np.save(_Writer(file), array, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
+        if not path.is_file():
+            write_array(path, [array], len(array))
         described = {"dtype": str(array.dtype), "shape": list(array.shape)}
         files[name] = {**described, "size_bytes": path.stat().st_size, "sha256": hash_of_file(path)}
     content = {"format": FORMAT, **fields, "files": files}
@@ -91,11 +107,6 @@ def write_artefact(folder: Path, manifest: str, fields: Fields, arrays: Mapping[
         json.dump({**content, "hash": hash_of(content)}, text, indent=1)
         text.flush()
         os.fsync(text.fileno())
-
-
-class _Writer:
-    def __init__(self, file: BinaryIO) -> None:
-        self.write = file.write
 
 
 def read_manifest(path: Path) -> Fields:

@@ -227,6 +227,38 @@ class Dataset:
         return self._arrays[f"{part}_{kind}"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredSamples:
+    """Samples of a part, in an order, that are read and normalised when some are asked for: all need not fit in memory.
+
+    `label_map` (classes,) has what takes the place of each label, if they are another task's.
+    """
+
+    dataset: Dataset
+    part: str
+    indices: IntArray
+    label_map: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def per_position(self) -> bool:
+        """Whether every position of a sample has a label, as in texts."""
+        return self.dataset.kind == "tokens"
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels (n,) of all samples, in main memory; not of texts, whose labels are as large as the inputs."""
+        labels = torch.from_numpy(self.dataset.labels(self.part)[self.indices])
+        return labels if self.label_map is None else self.label_map.cpu()[labels]
+
+    def tensors(self, rows: slice | IntArray = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of these samples, by default of all, as `Dataset.tensors` returns and raises."""
+        x, y = self.dataset.tensors(self.part, self.indices[rows])
+        return x, y if self.label_map is None else self.label_map[y]
+
+
 def _normalisation(described: Fields, dimensions: int) -> tuple[Tensor, Tensor]:
     """Turns ((x / scale) - mean) / std of a batch into one multiplication and one subtraction per value."""
     per_channel = (-1,) + (1,) * (dimensions - 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.data.artefact import IntArray
-from fedloom.platform.data.dataset import VALIDATION, Dataset, TestGuard, check_split
+from fedloom.platform.data.dataset import VALIDATION, Dataset, StoredSamples, TestGuard, check_split
 from fedloom.platform.data.partition import Partition
 
 
@@ -77,7 +77,11 @@ class FederatedData:
 
     def client(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
         """The client's inputs and labels as returned by `Dataset.tensors`; possibly empty."""
-        return self.dataset.tensors(self.partition.part(split), self.indices(client_id, split))
+        return self.stored(client_id, split).tensors()
+
+    def stored(self, client_id: int, split: str) -> StoredSamples:
+        """The client's samples, to be read in batches."""
+        return StoredSamples(self.dataset, self.partition.part(split), self.indices(client_id, split))
 
     def clients(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[tuple[Tensor, Tensor], list[int]]:
         """Stored samples of several clients in splits of the same part, client after client, and their numbers."""
@@ -92,7 +96,7 @@ class FederatedData:
     def _is_apart(self, split: str) -> bool:
         return split == VALIDATION and self.dataset.has_validation
 
-    def central(self, split: str, share: float = 1.0, rng: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def central(self, split: str, share: float = 1.0, rng: np.random.Generator | None = None) -> StoredSamples:
         """All clients' samples of the split in client order; for "test" the data set's whole test part.
 
         The test part is in its own order and does not depend on the clients' test samples. For "validation" it is the
@@ -101,6 +105,7 @@ class FederatedData:
         Raises ValueError for a share outside (0, 1] or without a generator.
         """
         check_split(split)
+        self._guard.check(split)
         if not 0 < share <= 1:
             raise ValueError(f"share={share}: must be in (0, 1]")
         if split == "test" or self._is_apart(split):
@@ -112,7 +117,7 @@ class FederatedData:
                 raise ValueError(f"share={share}: a share below 1 needs a random generator")
             size = max(1, round(share * len(indices)))
             indices = indices[np.sort(rng.choice(len(indices), size=size, replace=False))]
-        return self.dataset.tensors(part, indices)
+        return StoredSamples(self.dataset, part, indices)
 
 
 CLIENTS_AT_ONCE = 10_000

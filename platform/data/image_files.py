@@ -76,6 +76,8 @@ class FolderSource(Source):
     options: Fields = field(default_factory=dict)
     """What else determines the content."""
     scale: float = 255
+    _parts: dict[str, tuple[str, IntArray, IntArray]] = field(default_factory=dict, init=False)
+    """As `_part` returns, computed once."""
 
     def identity(self) -> Fields:
         # Names and sizes, not contents: reading 180 000 small files from a cold disk takes minutes in every run, and an
@@ -88,28 +90,25 @@ class FolderSource(Source):
         return {"layout": self.layout, "sha256_of_names_and_sizes": digest.hexdigest(), **self.options}
 
     def labels(self, part: str) -> IntArray:
-        return self._samples(part)[1]
+        return self._part(part)[1]
 
     def inputs(self, part: str, rows: IntArray) -> ByteArray:
-        files, _ = self._samples(part)
+        folder, labels, places = self._part(part)
         images_NCHW = np.empty((len(rows), 1 if self.grey else 3, *self.shape), dtype=np.uint8)
-        for image, row in zip(images_NCHW, rows.tolist(), strict=True):
-            encoded = files[row].read_bytes()
-            image[:] = decode_image(encoded, str(files[row]), self.shape, grey=self.grey, resized=self.resized)
+        for image, label, place in zip(images_NCHW, labels[rows].tolist(), places[rows].tolist(), strict=True):
+            file = self.folder / folder / self.class_names[label] / self.listings[folder][label][place][0]
+            image[:] = decode_image(file.read_bytes(), str(file), self.shape, grey=self.grey, resized=self.resized)
         return images_NCHW
 
-    def _samples(self, part: str) -> tuple[list[Path], IntArray]:
-        """The files of a part and their labels."""
-        of_part = part if part in self.listings else ""
-        folders = (self.folder / of_part / label for label in self.class_names)
-        classes = list(zip(folders, self.listings[of_part], strict=True))
-        files = [folder / name for folder, listing in classes for name, _ in listing]
-        labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(listing) for _, listing in classes])
-        if of_part == part:
-            return files, labels
-        train, test = held_out(labels)
-        rows = test if part == "test" else train
-        return [files[row] for row in rows.tolist()], labels[rows]
+    def _part(self, part: str) -> tuple[str, IntArray, IntArray]:
+        """The folder of a part, and of its images the labels and the places in their class's listing."""
+        if part not in self._parts:
+            folder = part if part in self.listings else ""
+            sizes = [len(listing) for listing in self.listings[folder]]
+            labels, places = np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes])
+            rows = np.arange(len(labels)) if folder == part else held_out(labels)[PARTS.index(part)]
+            self._parts[part] = folder, labels[rows], places[rows]
+        return self._parts[part]
 
 
 def find_folders(folder: Path, size: int | None, *, grey: bool) -> FolderSource:
@@ -324,6 +323,9 @@ class PickleSource(Source):
     def inputs(self, part: str, rows: IntArray) -> ByteArray:
         x: ByteArray = np.concatenate([x for x, _ in self._batches(part)])[rows]
         return x
+
+    def pieces(self, part: str, rows: IntArray) -> Iterator[ByteArray]:
+        yield self.inputs(part, rows)  # reads all in any case
 
     def _batches(self, part: str) -> Iterator[tuple[ByteArray, IntArray]]:
         labels_key, num_classes = self.layout.labels_key, len(self.class_names)
@@ -567,6 +569,7 @@ class TorchvisionSource(Source):
 
     def __init__(self, name: str, parts: dict[str, Any], size: int | None) -> None:
         self.name, self.parts, self.size = name, parts, size
+        self._shapes: dict[str, set[tuple[int, ...]]] = {part: set() for part in parts}
         self._labels = {part: self._labels_of(dataset) for part, dataset in parts.items()}
 
     def _labels_of(self, dataset: Any) -> IntArray:
@@ -611,7 +614,8 @@ class TorchvisionSource(Source):
                 image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
             pixels = np.asarray(image)
             images.append(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
-        shapes = {image.shape for image in images}
+        shapes = self._shapes[part]
+        shapes.update(image.shape for image in images)  # of the pieces before, too
         if len(shapes) > 1:
             raise PluginError(
                 f"{blame} has images of different sizes, such as {sorted(shapes)[:2]}: set data.options.size"

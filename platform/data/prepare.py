@@ -15,6 +15,7 @@ from fedloom.platform.data.artefact import (
     IntArray,
     atomic_folder,
     hash_of,
+    write_array,
     write_artefact,
     write_blocks,
 )
@@ -27,6 +28,8 @@ from fedloom.platform.seeding import stream
 
 KEY_LENGTH = 16
 CHUNK = 4096
+CHUNK_PIXELS = 2**22
+"""Pixels of which a histogram is made at a time: `bincount` converts its input to eight bytes per value."""
 
 
 Content = tuple[Fields, dict[str, AnyArray]]
@@ -47,8 +50,9 @@ def prepare_dataset(config: DataConfig, *, verify: bool = False) -> Path:
     folder, name = _folder(config, identity), _name(config)
     if not folder.is_dir():
         check_cache(config)
-        fields, arrays = _tokens(config, source) if isinstance(source, TokenSource) else _labelled(config, source)
+        read = _tokens(config, source) if isinstance(source, TokenSource) else source
         with atomic_folder(folder) as temporary:
+            fields, arrays = _labelled(config, read, temporary) if isinstance(read, Source) else read
             write_artefact(temporary, MANIFEST, {"name": name, **fields, "source": identity}, arrays)
             write_blocks(temporary)
     if isinstance(source, Source):
@@ -82,12 +86,13 @@ def _name(config: DataConfig) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "-", config.dataset)
 
 
-def _labelled(config: DataConfig, source: Source) -> Content:
+def _labelled(config: DataConfig, source: Source, folder: Path) -> Content:
+    """As `_tokens`; inputs are written to the folder as they are read, because all need not fit in memory."""
     arrays: dict[str, AnyArray] = {}
     for part, samples in [*_parts(config), *([(VALIDATION, None)] if source.has_validation else [])]:
         y, clients = source.labels(part), source.clients(part)
         rows = _rows(config.dataset, part, len(y), samples, partial(stratified_rows, y))
-        arrays[f"{part}_x"] = np.ascontiguousarray(source.inputs(part, rows))
+        arrays[f"{part}_x"] = write_array(folder / f"{part}_x.npy", source.pieces(part, rows), len(rows))
         arrays[f"{part}_y"] = y[rows]
         if clients is not None:
             arrays[f"{part}_client"] = clients[rows]
@@ -147,12 +152,14 @@ def mean_and_std(x_NCHW: ByteArray, scale: float) -> tuple[list[float], list[flo
 
     Sums are integers, therefore exact and identical on every machine. A constant channel has standard deviation 1.
     """
-    n = x_NCHW.shape[0] * x_NCHW.shape[2] * x_NCHW.shape[3]
+    images, channels, height, width = x_NCHW.shape
+    n, step = images * height * width, max(1, CHUNK_PIXELS // (height * width))
+    histograms = np.zeros((channels, 256), dtype=np.int64)
+    for start in range(0, images, step):
+        for histogram, x_NHW in zip(histograms, x_NCHW[start : start + step].swapaxes(0, 1), strict=True):
+            histogram += np.bincount(x_NHW.ravel(), minlength=256)
     mean, std = [], []
-    for x_NHW in x_NCHW.swapaxes(0, 1):
-        histogram = np.zeros(256, dtype=np.int64)
-        for start in range(0, len(x_NHW), CHUNK):  # bincount converts its input to eight bytes per value
-            histogram += np.bincount(x_NHW[start : start + CHUNK].ravel(), minlength=256)
+    for histogram in histograms:
         total = sum(value * count for value, count in enumerate(histogram.tolist()))
         squares = sum(value * value * count for value, count in enumerate(histogram.tolist()))
         variance = (n * squares - total * total) / (n * n)

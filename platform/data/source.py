@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,10 @@ def uniform_rows(num_rows: int, samples: int, rng: np.random.Generator) -> IntAr
     return np.sort(rng.permutation(num_rows)[:samples])
 
 
+FIRST_PIECE, PIECE_BYTES = 64, 2**26
+"""Samples of the first piece, from which the memory of a sample is known, and the bytes of the other pieces."""
+
+
 class Source(ABC):
     """A data set with one label per input, as published, in the parts "train" and "test", and maybe "validation"."""
 
@@ -146,6 +150,14 @@ class Source(ABC):
     @abstractmethod
     def inputs(self, part: str, rows: IntArray) -> AnyArray:
         """Inputs (len(rows), ...) of the given samples of the part."""
+
+    def pieces(self, part: str, rows: IntArray) -> Iterator[AnyArray]:
+        """The inputs of the given samples in consecutive pieces, because all need not fit in memory; at least one."""
+        start, size = 0, FIRST_PIECE
+        while start == 0 or start < len(rows):
+            piece = self.inputs(part, rows[start : start + size])
+            yield piece
+            start, size = start + size, max(1, PIECE_BYTES // max(1, piece[:1].nbytes))
 
     def clients(self, part: str) -> IntArray | None:
         """Each sample's index into `client_names` (n,); None if the clients are unknown."""

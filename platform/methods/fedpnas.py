@@ -92,7 +92,7 @@ class TrainSplit:
         silo, searching_macs = own_part(space, assignment, weights, base), 0.0
         if self.search.is_due(space, silo.remaining):
             network = split_network(worker, silo.remaining, self.base_cells)
-            validation_data = worker.client_data(client_of(assignment), "validation")
+            validation_data = worker.scored_data(client_of(assignment), "validation")
             remaining, searching_macs = self.search.decided(
                 worker, assignment, network, joined(weights, silo, base), validation_data, self.base_cells
             )

@@ -50,7 +50,7 @@ class DecideCentrally:
         network = MixedNetwork(self.subspace).on(worker)
         remaining, macs = self.search.decided(worker, assignment, network, weights, data)
         return ClientResult(
-            samples=len(data[1]), macs=macs, subspace=subspace_id(remaining), clock_factor=EVALUATION_FACTOR
+            samples=len(data), macs=macs, subspace=subspace_id(remaining), clock_factor=EVALUATION_FACTOR
         )
 
 

@@ -22,7 +22,7 @@ from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import SGD, Samples, Step, epoch_sizes
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.data.on_device import upload
+from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, TasksOfRound, to_all
 from fedloom.platform.federation.training_config import Rules, cohort_size
 from fedloom.platform.federation.world import World
@@ -371,7 +371,7 @@ class Perturbation:
         space = with_cells(worker.space, "a search by perturbation")
         if not self.is_due(space, silo.remaining):
             return silo, 0.0
-        data = worker.client_data(client_of(assignment), "validation")
+        data = worker.scored_data(client_of(assignment), "validation")
         remaining, macs = self.decided(worker, assignment, MixedNetwork(silo.remaining).on(worker), silo.weights, data)
         return silo.restricted(space, remaining), macs
 
@@ -396,7 +396,7 @@ class Perturbation:
         assignment: Assignment,
         network: Network,
         weights: Weights,
-        data: Samples,
+        data: StoredSamples,
         base_cells: int = 0,
     ) -> tuple[Subspace, float]:
         """Makes one step of the search with these weights, on these validation data.
@@ -411,14 +411,13 @@ class Perturbation:
         worker.set_mode(network.module, training=False)
         in_batches, sizes = self.statistics == BATCH, None
         if in_batches:  # in random order, because the samples lie client by client, and in batches as in training
-            x, y = data
-            generator = torch_stream(seed, "masked_batches", *ids)
-            order = upload(torch.randperm(len(y), generator=generator), y.device)
-            data, sizes = (x.index_select(0, order), y.index_select(0, order)), epoch_sizes(len(y), self.batch_size)
+            order = torch.randperm(len(data), generator=torch_stream(seed, "masked_batches", *ids))
+            data = replace(data, indices=data.indices[order.numpy()])
+            sizes = epoch_sizes(len(data), self.batch_size)
 
         def score(rest: Subspace) -> Score:
             nonlocal macs
-            macs += space.cost_of_cells("macs", rest, base_cells) * len(data[1])
+            macs += space.cost_of_cells("macs", rest, base_cells) * len(data)
             return evaluate(lambda x: network.module(x, rest, None, base_cells), data, worker.objective, sizes)
 
         target = None if self.max_macs is None else MacTarget.of(space, self.max_macs, base_cells)

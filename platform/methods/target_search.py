@@ -119,10 +119,10 @@ class MeasureLatency:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Returns two measurements per architecture, `latency_s` and `latency_spread_s`."""
         del assignment
-        x, _ = worker.central_data("validation")
+        x, _ = worker.central_data("validation").tensors(slice(1))
         measurements: list[Measurement] = []
         for architecture in self.architectures:
-            latency = latency_s_of(loaded_subnet(worker, Subnet(architecture), weights), x[:1], repeats=self.repeats)
+            latency = latency_s_of(loaded_subnet(worker, Subnet(architecture), weights), x, repeats=self.repeats)
             figures = {"latency_s": latency.median_s, "latency_spread_s": latency.spread_s}
             name = architecture_id(architecture)
             measurements += [

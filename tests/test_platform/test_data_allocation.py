@@ -166,14 +166,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> FederatedData:
 def test_a_client_reads_its_own_text(data: FederatedData) -> None:
     x, y = data.client(0, "train")
     assert (x.shape, y.shape, x.dtype, y.dtype) == ((4, 10), (4, 10), torch.int64, torch.int64)
-    x, y = data.central("validation")
+    x, y = data.central("validation").tensors()
     pieces = [data.client(k, "validation") for k in range(5)]
     assert torch.equal(x, torch.cat([p[0] for p in pieces]))
     assert torch.equal(y, torch.cat([p[1] for p in pieces]))
     with data.reading_test():
         assert [len(data.client(k, "test")[1]) for k in range(5)] == [2, 4, 0, 1, 6]
         assert data.client(2, "test")[0].shape == (0, 10)
-        assert data.central("test")[1].shape == (13, 10)
+        assert data.central("test").tensors()[1].shape == (13, 10)
 
 
 READS: list[Callable[[FederatedData], object]] = [

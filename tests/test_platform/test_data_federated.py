@@ -32,7 +32,7 @@ def test_a_client_has_its_own_samples(data: FederatedData) -> None:
 
 
 def test_central_validation_is_all_clients_shares_in_order(data: FederatedData) -> None:
-    x, y = data.central("validation")
+    x, y = data.central("validation").tensors()
     pieces = [data.client(k, "validation") for k in range(8)]
     assert torch.equal(x, torch.cat([p[0] for p in pieces]))
     assert torch.equal(y, torch.cat([p[1] for p in pieces]))
@@ -40,12 +40,12 @@ def test_central_validation_is_all_clients_shares_in_order(data: FederatedData) 
 
 def test_a_share_of_the_central_validation_is_seeded(data: FederatedData) -> None:
     def half(seed: int) -> torch.Tensor:
-        return data.central("validation", share=0.5, rng=np.random.default_rng(seed))[0]
+        return data.central("validation", share=0.5, rng=np.random.default_rng(seed)).tensors()[0]
 
     assert len(half(0)) == 20
     assert torch.equal(half(0), half(0))
     assert not torch.equal(half(0), half(1))
-    assert len(data.central("validation", share=1e-6, rng=np.random.default_rng(0))[1]) == 1
+    assert len(data.central("validation", share=1e-6, rng=np.random.default_rng(0))) == 1
     with pytest.raises(ValueError, match=r"share=0.5: .*needs a random generator"):
         data.central("validation", share=0.5)
     with pytest.raises(ValueError, match=r"share=0: must be in \(0, 1\]"):
@@ -89,7 +89,7 @@ def test_the_lock_closes_after_an_error(data: FederatedData) -> None:
 
 def test_central_test_is_the_whole_test_set(data: FederatedData) -> None:
     with data.reading_test():
-        x, y = data.central("test")
+        x, y = data.central("test").tensors()
         assert y.tolist() == data.dataset.labels("test").tolist()
         assert data.sizes("test").tolist() == [12] * 8
     assert x.shape == (100, 1, 8, 8)

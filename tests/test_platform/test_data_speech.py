@@ -104,14 +104,14 @@ def test_speakers_meant_for_validation_are_the_validation_data_of_nobody(archive
     assert name in dataset.client_names
     assert {dataset.client_names[i] for i in dataset.clients("validation").tolist()} == {name}
     data = FederatedData.open(path, prepare_partition(chosen, dataset, 1))
-    x, y = data.central("validation")
+    x, y = data.central("validation").tensors()
     assert Counter(y.tolist()) == {**dict.fromkeys(range(10), 1), 10: 25, 11: 3}
     assert data.num_central("validation") == len(x) == 38
     assert data.sizes("train").tolist() == [38, 38], "all clips of a training speaker train"
     assert data.sizes("validation").tolist() == [0, 0]
     with data.reading_test():
         assert data.sizes("test").tolist() == [0, 0], "those who test are no clients"
-        assert len(data.central("test")[1]) == 38
+        assert len(data.central("test")) == 38
     assert not Dataset.open(prepare_dataset(config(archive))).has_validation
     with pytest.raises(ValueError, match="part=valid: must be one of train, test, validation"):
         dataset.num_samples("valid")

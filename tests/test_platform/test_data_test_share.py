@@ -268,13 +268,13 @@ def test_a_client_tests_on_its_own_samples_of_the_train_part(data: FederatedData
 
 def test_the_central_test_set_stays_the_test_part(data: FederatedData) -> None:
     with data.reading_test():
-        x, y = data.central("test")
+        x, y = data.central("test").tensors()
         everything = np.arange(data.dataset.num_samples("test"))
         expected_x, expected_y = data.dataset.tensors("test", everything)
     assert torch.equal(x, expected_x)
     assert torch.equal(y, expected_y)
-    assert len(data.central("train")[1]) == data.sizes("train").sum()
-    assert len(data.central("validation")[1]) == data.sizes("validation").sum()
+    assert len(data.central("train")) == data.sizes("train").sum()
+    assert len(data.central("validation")) == data.sizes("validation").sum()
 
 
 READS: list[Callable[[FederatedData], object]] = [

@@ -249,7 +249,7 @@ def accuracy(world: World, architecture: Architecture, tensors: dict[str, Tensor
     module.eval()
     worker = Worker(world.spec)
     with worker.data.reading_test(), torch.no_grad():
-        x, y = worker.central_data("test")
+        x, y = worker.central_data("test").tensors()
         value: float = (module(x).argmax(1) == y).float().mean().item()
     return value
 

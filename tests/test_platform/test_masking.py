@@ -40,7 +40,7 @@ class Silo:
 
     def decided(self, search: Perturbation, kept: Subspace, round_: int = 0) -> Subspace:
         place = Assignment("train", round_, 0, "tier1", None)  # type: ignore[arg-type]
-        network, data = MixedNetwork(kept).on(self.worker), self.worker.client_data(0, "validation")
+        network, data = MixedNetwork(kept).on(self.worker), self.worker.scored_data(0, "validation")
         return search.decided(self.worker, place, network, self.weights, data)[0]
 
 

@@ -38,7 +38,7 @@ def test_samples_are_the_same_wherever_they_lie(data: FederatedData, most_bytes:
     assert (x.dtype, sizes) == (torch.uint8, sizes2)
     assert torch.equal(x, x2)
     assert torch.equal(y, y2)
-    assert torch.equal(on_device.central("validation")[0], data.central("validation")[0])
+    assert torch.equal(on_device.central("validation").tensors()[0], data.central("validation").tensors()[0])
 
 
 def test_samples_on_a_device_are_under_the_lock_also_after_they_were_read(data: FederatedData) -> None:

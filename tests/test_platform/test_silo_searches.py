@@ -17,6 +17,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
@@ -37,7 +38,6 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]
 Refused = Callable[[RunConfig], str]
-Data = tuple[Tensor, Tensor]
 
 LOCAL = LocalSGD(epochs=1, batch_size=8, lr=0.05, momentum=0.9, clip_norm=5.0)
 RULES = rules_of(SiloTrainingConfig(), "method.train")
@@ -130,7 +130,7 @@ def test_the_server_decides_on_validation_data_with_the_weights_that_the_round_b
     asked: list[str] = []
     central_data = Worker.central_data
 
-    def spy(worker: Worker, split: str, share: float = 1.0) -> Data:
+    def spy(worker: Worker, split: str, share: float = 1.0) -> StoredSamples:
         asked.append(split)
         return central_data(worker, split, share)
 
@@ -154,7 +154,7 @@ def decided_by_hand(federation: Federation, kept: Subspace, statistics: str) -> 
     worker, space = federation.worker, federation.space
     module = space.build_supernet().train(statistics == "batch")
     module.load_state_dict({n: federation.weights[n] for n in module.state_dict()})
-    x, y = worker.central_data("validation")
+    x, y = worker.central_data("validation").tensors()
     shuffle = torch_stream(worker.spec.training_seed, "masked_batches", "train", 0, "server")
     order = torch.randperm(len(y), generator=shuffle)
     x, y = x[order], y[order]

@@ -129,7 +129,7 @@ def test_without_batch_norms_nothing_is_estimated(elastic_config: Make, norm: st
 
 
 def test_calibration_samples_are_spread_and_come_without_test_data(setting: Setting) -> None:
-    x, _ = setting.worker.central_data("validation")
+    x, _ = setting.worker.central_data("validation").tensors()
     found = calibration_samples(setting.worker)
     assert len(found) == min(512, len(x))
     assert torch.equal(found[0], x[0])
@@ -137,8 +137,7 @@ def test_calibration_samples_are_spread_and_come_without_test_data(setting: Sett
 
 
 def test_without_validation_data_a_subnet_cannot_be_scored(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = (torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
-    monkeypatch.setattr(setting.worker, "central_data", lambda *_: nothing)
+    monkeypatch.setattr(setting.worker, "central_data", lambda *_: [])
     with pytest.raises(ValueError, match=r"estimated from: raise data\.validation_share"):
         calibration_samples(setting.worker)
 

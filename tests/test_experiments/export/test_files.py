@@ -65,7 +65,7 @@ def test_weights_with_the_channels_last_are_exported_without_a_warning() -> None
 def save_test_arrays(run: Any, path: Path) -> None:
     data = run.world.data
     with data.reading_test():
-        x, y = data.central("test")
+        x, y = data.central("test").tensors()
     np.savez(path, x=x.numpy(), y=y.numpy(), raw=np.load(data.dataset.path / "test_x.npy"))
 
 
