@@ -1,6 +1,7 @@
 """A serial run on the GPU of its process: on a device that is pretended, which gives the processor's bits."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,8 @@ import pytest
 
 from fedloom.platform.results.tables import read_table
 from tools.pretend_device import DEVICE
+
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +34,9 @@ def test_a_gpu_of_this_process_gives_the_bits_of_a_run_without(
 ) -> None:
     once = {override.partition("=")[0]: override for override in tiny_overrides}.values()  # the last one counts
     command = [sys.executable, "-m", "tools.pretend_device", json.dumps(shares), *once, f"results={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     on_cpu, on_device = found["runs"]
