@@ -1,7 +1,10 @@
 """The server actor: holds the global state, runs the method's rounds and writes results; the driver only watches."""
 
+import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.runs.logs import CONSOLE, warnings_in
-from fedloom.platform.runs.run import Resume, RunEnd, Watcher, run_to_end
+from fedloom.platform.runs.run import Resume, RunEnd, RunIdentity, Watcher, run_to_end
 from fedloom.platform.runs.source_code import named_modules
 
 
@@ -36,7 +39,9 @@ def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> Actor
 
 
 class Told(NamedTuple):
-    """What a run has told: its id, whose supernet it uses, what it waits for, and the latest rounds and warnings."""
+    """What a run has told: its id, once it has begun, whose supernet it uses, what it waits for, and the latest rounds
+    and warnings.
+    """
 
     run_id: str
     supernet_of: str
@@ -45,36 +50,76 @@ class Told(NamedTuple):
     warnings: list[str]
 
 
-class ServerActor:
-    """Executes one run. `run` blocks until the run ends; the other methods answer meanwhile."""
+NAMESPACE = "fedloom"
+"""Ray's namespace of the servers that go on without their driver; each has the name of its run's id there."""
+UNWATCHED_S = 20.0
+"""Seconds after the last question about a run that has ended in which its detached server ends itself."""
 
-    def __init__(self) -> None:
-        self._run_id, self._supernet_of, self._waiting = "", "", ""
+
+class ServerActor:
+    """Executes one run. `run` blocks until the run ends; the other methods answer meanwhile.
+
+    A detached server begins by itself, and its calls are its own: Ray would drop those of a driver that dies.
+    """
+
+    def __init__(self, run_id: str, config: RunConfig, resume: Resume | None, folder: str) -> None:
+        """`run_id` is that of the run to resume, or an unused one; relative paths are those of `folder`, if it is here.
+
+        Otherwise they would be those of the folder where Ray was started.
+        """
+        with suppress(OSError):
+            os.chdir(folder)
+        self._run_id, self._config, self._resume = run_id, config, resume
+        self._has_begun, self._supernet_of, self._waiting = False, "", ""
         self._rounds: list[RoundProgress] = []
         self._warnings: list[str] = []
         self._stop = threading.Event()
+        self._asked_s = time.monotonic()
+        self._calls: list[Any] = []
+        if config.ray.detached:
+            this = ray.get_runtime_context().current_actor
+            self._calls = [this.run.remote(), this.leave.remote()]
 
-    def run(self, config: RunConfig, resume: Resume | None = None) -> RunEnd:
+    def __repr__(self) -> str:
+        return f"server of {self._run_id}"
+
+    def run(self) -> RunEnd:
         """Starts or resumes the run and returns when it has ended."""
+        config = self._config
         accept_shared_memory()
         torch.set_num_threads(config.executor.threads)
 
-        def started(run_id: str, supernet_of: str) -> None:
-            self._supernet_of, self._run_id = supernet_of, run_id
+        def started(_run_id: str, supernet_of: str) -> None:
+            self._supernet_of, self._has_begun = supernet_of, True
 
         def waits(message: str) -> None:  # another run was faster since the driver looked for free resources
             CONSOLE.info(message)
             self._waiting = message
 
-        watcher = Watcher(started, self._rounds.append, self._stop.is_set)
+        cluster = ray.get_runtime_context().gcs_address if config.ray.detached else ""
+        watcher = Watcher(started, self._rounds.append, self._stop.is_set, cluster)
         with warnings_in(self._warnings):
-            return run_to_end(config, partial(make_pool, tell=waits), watcher, resume)
+            return run_to_end(config, partial(make_pool, tell=waits), watcher, self._resume, RunIdentity(self._run_id))
+
+    def leave(self) -> None:
+        """Ends this process after its run, as soon as nobody asks any more."""
+        self._asked_s = time.monotonic()
+        while time.monotonic() < self._asked_s + UNWATCHED_S:
+            time.sleep(1.0)
+        ray.actor.exit_actor()
+
+    @ray.method(concurrency_group=WATCH)
+    def ending(self) -> list[Any]:
+        """Of a detached server the reference of what `run` returns, in a list, since Ray would wait for it itself."""
+        return self._calls[:1]
 
     @ray.method(concurrency_group=WATCH)
     def progress(self, after: int, warned: int = 0) -> Told:
         """What the run has told, without the first `after` finished rounds and the first `warned` warnings."""
+        self._asked_s = time.monotonic()
+        run_id = self._run_id if self._has_begun else ""
         rounds, warnings = self._rounds[after:], self._warnings[warned:]
-        return Told(self._run_id, self._supernet_of, self._waiting, rounds, warnings)
+        return Told(run_id, self._supernet_of, self._waiting, rounds, warnings)
 
     @ray.method(concurrency_group=WATCH)
     def stop(self) -> None:
