@@ -165,6 +165,7 @@ class ActorPool:
         actor_attempts: attempts at a chunk whose actors die, before its clients are reported as failed.
         client_timeout_s: wall-clock seconds after which a client is reported as timed out and its actor is replaced. A
             stack of clients has `STACK_TIME_FACTOR` times as long, and is then trained one client after the other.
+        run_id: part of the actors' names in Ray's dashboard.
     """
 
     def __init__(
@@ -175,11 +176,13 @@ class ActorPool:
         resident: bool = False,
         actor_attempts: int = 3,
         client_timeout_s: float = 3600.0,
+        run_id: str = "",
     ) -> None:
         accept_shared_memory()
         self.spec, self.groups, self.resident = spec, {group.name: group for group in groups}, resident
         self.actor_attempts, self.client_timeout_s = actor_attempts, client_timeout_s
-        self.actors = ActorSet(spec, resident)
+        self.actors = ActorSet(spec, resident, run_id)
+        self._waiting: dict[str, deque[Job]] = {}
         self._shared: tuple[str, Any] | None = None
         self._down_since_s: dict[str, float] = {}
         if not resident:
@@ -215,6 +218,7 @@ class ActorPool:
             jobs.setdefault(self._group_of(chunk), []).append(Job(index, chunk))
         waiting = {name: in_balance(of_group, self.groups[name].actors) for name, of_group in jobs.items()}
         work = Work(reference, weights.version, waiting)
+        self._waiting = waiting
         self._down_since_s.clear()
         self._await_starts(timeout_s=0.0)
         self._dispatch(work)
@@ -230,6 +234,10 @@ class ActorPool:
                     self._await_starts(timeout_s=min(POLL_S, START_TIMEOUT_S))
                 self._give_up_groups(work)
             yield work.finished.pop(index)
+
+    def clients_waiting(self) -> int:
+        """Clients of the call in progress that no actor has begun; another thread may ask."""
+        return sum(len(job.left) for jobs in self._waiting.values() for job in list(jobs))
 
     def close(self) -> None:
         """Ends all actors."""

@@ -6,27 +6,27 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import ray
 import torch
 
 from fedloom.actors.client import WATCH, accept_shared_memory
+from fedloom.actors.metrics import RunMetrics
 from fedloom.actors.placement import groups_in_line
 from fedloom.actors.pool import ActorPool
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.runs.logs import CONSOLE, warnings_in
-from fedloom.platform.runs.run import Resume, RunEnd, RunIdentity, Watcher, run_to_end
+from fedloom.platform.runs.run import MakeExecutor, Resume, RunEnd, RunIdentity, Watcher, run_to_end
 from fedloom.platform.runs.source_code import named_modules
 
 
-def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> ActorPool:
+def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info, run_id: str = "") -> ActorPool:
     """The client actors of a run, in this process's placement group or else on the cluster's free resources.
 
-    `tell` gets the message of a run that has to wait for them.
+    `tell` gets the message of a run that has to wait for them; `run_id` is part of their names.
     """
     executor = world.config.executor
     return ActorPool(
@@ -35,7 +35,25 @@ def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> Actor
         resident=executor.resident,
         actor_attempts=executor.failures.actor_attempts,
         client_timeout_s=executor.client_timeout_s,
+        run_id=run_id,
     )
+
+
+def metered(
+    run_id: str, watch: Callable[[RoundProgress], None], tell: Callable[[str], None] = CONSOLE.info
+) -> tuple[MakeExecutor, Callable[[RoundProgress], None]]:
+    """`make_pool`, and the watcher of rounds, of a run that tells Ray's metrics how it stands."""
+    pools, metrics = list[ActorPool](), RunMetrics(run_id)
+
+    def make(world: World) -> ActorPool:
+        pools.append(make_pool(world, tell, run_id))
+        return pools[0]
+
+    def watched(progress: RoundProgress) -> None:
+        metrics.tell(progress, pools[0])
+        watch(progress)
+
+    return make, watched
 
 
 class Told(NamedTuple):
@@ -97,16 +115,17 @@ class ServerActor:
             self._waiting = message
 
         cluster = ray.get_runtime_context().gcs_address if config.ray.detached else ""
-        watcher = Watcher(started, self._rounds.append, self._stop.is_set, cluster)
+        make, watch = metered(self._run_id, self._rounds.append, waits)
+        watcher = Watcher(started, watch, self._stop.is_set, cluster)
         with warnings_in(self._warnings):
-            return run_to_end(config, partial(make_pool, tell=waits), watcher, self._resume, RunIdentity(self._run_id))
+            return run_to_end(config, make, watcher, self._resume, RunIdentity(self._run_id))
 
     def leave(self) -> None:
         """Ends this process after its run, as soon as nobody asks any more."""
         self._asked_s = time.monotonic()
         while time.monotonic() < self._asked_s + UNWATCHED_S:
             time.sleep(1.0)
-        ray.actor.exit_actor()
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
     @ray.method(concurrency_group=WATCH)
     def ending(self) -> list[Any]:
