@@ -80,7 +80,8 @@ def _connection(config: RayConfig) -> Iterator[None]:
             folder = os.getcwd()
             with _held_stderr() as noise:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            _unpack_jobs_files(folder)
+            if not address.startswith("ray://"):
+                _unpack_jobs_files(folder)
     except ValueError as error:
         if address == "local":
             raise
