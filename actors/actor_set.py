@@ -52,8 +52,8 @@ class ActorSet:
     A starting actor may wait for free CPUs without limit; while others are up, no caller blocks on it.
     """
 
-    def __init__(self, spec: WorkerSpec, resident: bool = False) -> None:
-        self.resident = resident
+    def __init__(self, spec: WorkerSpec, resident: bool = False, run_id: str = "") -> None:
+        self.resident, self._run_id, self._started = resident, run_id, 0
         # The specification holds cost tables: the object store keeps one copy instead of one per actor's creation.
         self._spec_ref = ray.put(spec)
         self._plugins, self._source = spec.plugins, source_of(spec)
@@ -67,7 +67,8 @@ class ActorSet:
     def start(self, group: ActorGroup) -> None:
         """Requests one more actor of the group."""
         remote = RemoteClient.options(num_cpus=group.num_cpus, num_gpus=group.num_gpus, max_restarts=0)
-        actor = remote.remote(self._spec_ref, group.num_gpus)
+        self._started += 1
+        actor = remote.remote(self._spec_ref, group.num_gpus, f"client:{group.name}:{self._started} {self._run_id}")
         self.members.append(Member(actor, group, actor.about.remote()))
         self.idle.setdefault(group.name, [])
 
@@ -116,6 +117,12 @@ class ActorSet:
         """An actor that is up, on this node if there is one, idle or busy; None if there is none at all."""
         up = [member for member in self.members if member.about is not None]
         return next((member for member in up if member.answered.node_id == node_id), next(iter(up), None))
+
+    def up_and_starting(self) -> tuple[int, int]:
+        """How many actors are up, idle or busy, and how many have not answered yet."""
+        members = list(self.members)  # another thread may ask
+        up = sum(member.about is not None for member in members)
+        return up, len(members) - up
 
     def take(self, group: str) -> Member | None:
         """Takes an idle actor of the group for a job; None if there is none."""

@@ -96,7 +96,9 @@ class ClientActor:
     It holds the tier's device, memory limit and thread count, the memory-mapped data and one module that it reuses.
     """
 
-    def __init__(self, spec: WorkerSpec, gpu_share: float) -> None:
+    def __init__(self, spec: WorkerSpec, gpu_share: float, name: str = "") -> None:
+        """`name` is what Ray's dashboard and logs call it."""
+        self._name = name
         accept_shared_memory()
         torch.set_num_threads(spec.threads)
         self._threads = torch.get_num_threads()
@@ -106,6 +108,9 @@ class ClientActor:
         self.worker = Worker(replace(spec, device=device, device_bytes=memory_of(device, gpu_share), node=here))
         self._runner = ChunkRunner(self.worker)
         self._at: tuple[int, float] | None = None
+
+    def __repr__(self) -> str:
+        return self._name
 
     def about(self) -> About:
         """The actor's process, node, device and source version."""

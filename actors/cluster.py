@@ -2,16 +2,19 @@
 
 import logging
 import os
+import platform
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
 from ray._private import worker as ray_worker
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedloom.actors.address import AUTH_MODE, check_listening, resolve_address
 from fedloom.actors.watcher import records_folder, unwatch, watched
@@ -74,8 +77,11 @@ def _connection(config: RayConfig) -> Iterator[None]:
                     _system_config={"preload_python_modules": PRELOADED},
                 )
         else:
+            folder = os.getcwd()
             with _held_stderr() as noise:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            if not address.startswith("ray://"):
+                _unpack_jobs_files(folder)
     except ValueError as error:
         if address == "local":
             raise
@@ -92,6 +98,27 @@ def _connection(config: RayConfig) -> Iterator[None]:
     finally:
         ray.shutdown()
         unwatch()
+
+
+def _unpack_jobs_files(folder: str) -> None:
+    """Has every node of this machine unpack the files of this process's job, and enters their `folder` again.
+
+    Nodes of one machine share Ray's session folder if nobody says otherwise, and each unpacks a job's files there at
+    its first work for the job: it removes the folder that others are at work in.
+    """
+    if not ray.get_runtime_context().runtime_env.get("working_dir"):
+        return
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    here = [node["NodeID"] for node in nodes if node["Alive"] and node["NodeManagerHostname"] == platform.node()]
+    if len(here) > 1:
+        task = ray.remote(num_cpus=0)(_do_nothing)
+        places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in here]
+        ray.get([task.options(scheduling_strategy=place).remote() for place in places])
+        os.chdir(folder)
+
+
+def _do_nothing() -> None:
+    return
 
 
 @contextmanager

@@ -201,6 +201,7 @@ class ActorPool:
             stack of clients has `STACK_TIME_FACTOR` times as long, and is then trained one client after the other.
         sum_chunks: consecutive chunks whose sums are added on a node before they are sent to this process.
         wait_s: seconds that the first actors may take to start, if that is more than `START_TIMEOUT_S`.
+        run_id: part of the actors' names in Ray's dashboard.
     """
 
     def __init__(
@@ -214,12 +215,14 @@ class ActorPool:
         client_timeout_s: float = 3600.0,
         sum_chunks: int = 1,
         wait_s: float = 0.0,
+        run_id: str = "",
     ) -> None:
         accept_shared_memory()
         self.spec, self.groups, self.resident = spec, {group.name: group for group in groups}, resident
         self.most, self.actor_attempts, self.client_timeout_s = most, actor_attempts, client_timeout_s
         self.sum_chunks, self.wait_s = sum_chunks, wait_s
-        self.actors = ActorSet(spec, resident)
+        self.actors = ActorSet(spec, resident, run_id)
+        self._waiting: dict[str, deque[Job]] = {}
         self._shared: tuple[str, Any] | None = None
         self._down_since_s: dict[str, float] = {}
         self._nodes, self._joined = set(free_rooms()), Rooms()
@@ -276,6 +279,7 @@ class ActorPool:
         if self.sum_chunks > 1 and not any(chunk.keeps_updates for chunk in chunks):
             starts = range(0, len(chunks), self.sum_chunks)
             work.blocks = [Block(range(start, min(start + self.sum_chunks, len(chunks)))) for start in starts]
+        self._waiting = waiting
         self._down_since_s.clear()
         self._await_starts(timeout_s=0.0)
         self._dispatch(work)
@@ -291,6 +295,10 @@ class ActorPool:
                     self._await_starts(timeout_s=min(POLL_S, START_TIMEOUT_S))
                 self._give_up_groups(work)
             yield work.finished.pop(index)
+
+    def clients_waiting(self) -> int:
+        """Clients of the call in progress that no actor has begun; another thread may ask."""
+        return sum(len(job.left) for jobs in self._waiting.values() for job in list(jobs))
 
     def close(self) -> None:
         """Ends all actors."""

@@ -1,32 +1,35 @@
 """The server actor: holds the global state, runs the method's rounds and writes results; the driver only watches."""
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import ray
 import torch
 
 from fedloom.actors.client import WATCH, accept_shared_memory
+from fedloom.actors.metrics import RunMetrics
 from fedloom.actors.placement import groups_in_line
 from fedloom.actors.pool import ActorPool
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.federation.world import World
 from fedloom.platform.runs.logs import CONSOLE, warnings_in
-from fedloom.platform.runs.run import Resume, RunEnd, Watcher, run_to_end
+from fedloom.platform.runs.run import MakeExecutor, Resume, RunEnd, RunIdentity, Watcher, run_to_end
 from fedloom.platform.runs.source_code import named_modules
 
 logger = logging.getLogger(__name__)
 
 
-def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> ActorPool:
+def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info, run_id: str = "") -> ActorPool:
     """The client actors of a run, in this process's placement group or else on the cluster's free resources.
 
-    `tell` gets the message of a run that has to wait for them.
+    `tell` gets the message of a run that has to wait for them; `run_id` is part of their names.
     """
     executor, groups = world.config.executor, groups_in_line(world, tell)
     wanted = max(tier.num_gpus for tier in world.tiers)
@@ -46,11 +49,31 @@ def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info) -> Actor
         wait_s=world.config.ray.wait_s,
         actor_attempts=executor.failures.actor_attempts,
         client_timeout_s=executor.client_timeout_s,
+        run_id=run_id,
     )
 
 
+def metered(
+    run_id: str, watch: Callable[[RoundProgress], None], tell: Callable[[str], None] = CONSOLE.info
+) -> tuple[MakeExecutor, Callable[[RoundProgress], None]]:
+    """`make_pool`, and the watcher of rounds, of a run that tells Ray's metrics how it stands."""
+    pools, metrics = list[ActorPool](), RunMetrics(run_id)
+
+    def make(world: World) -> ActorPool:
+        pools.append(make_pool(world, tell, run_id))
+        return pools[0]
+
+    def watched(progress: RoundProgress) -> None:
+        metrics.tell(progress, pools[0])
+        watch(progress)
+
+    return make, watched
+
+
 class Told(NamedTuple):
-    """What a run has told: its id, whose supernet it uses, what it waits for, and the latest rounds and warnings."""
+    """What a run has told: its id, once it has begun, whose supernet it uses, what it waits for, and the latest rounds
+    and warnings.
+    """
 
     run_id: str
     supernet_of: str
@@ -59,36 +82,77 @@ class Told(NamedTuple):
     warnings: list[str]
 
 
-class ServerActor:
-    """Executes one run. `run` blocks until the run ends; the other methods answer meanwhile."""
+NAMESPACE = "fedloom"
+"""Ray's namespace of the servers that go on without their driver; each has the name of its run's id there."""
+UNWATCHED_S = 20.0
+"""Seconds after the last question about a run that has ended in which its detached server ends itself."""
 
-    def __init__(self) -> None:
-        self._run_id, self._supernet_of, self._waiting = "", "", ""
+
+class ServerActor:
+    """Executes one run. `run` blocks until the run ends; the other methods answer meanwhile.
+
+    A detached server begins by itself, and its calls are its own: Ray would drop those of a driver that dies.
+    """
+
+    def __init__(self, run_id: str, config: RunConfig, resume: Resume | None, folder: str) -> None:
+        """`run_id` is that of the run to resume, or an unused one; relative paths are those of `folder`, if it is here.
+
+        Otherwise they would be those of the folder where Ray was started.
+        """
+        with suppress(OSError):
+            os.chdir(folder)
+        self._run_id, self._config, self._resume = run_id, config, resume
+        self._has_begun, self._supernet_of, self._waiting = False, "", ""
         self._rounds: list[RoundProgress] = []
         self._warnings: list[str] = []
         self._stop = threading.Event()
+        self._asked_s = time.monotonic()
+        self._calls: list[Any] = []
+        if config.ray.detached:
+            this = ray.get_runtime_context().current_actor
+            self._calls = [this.run.remote(), this.leave.remote()]
 
-    def run(self, config: RunConfig, resume: Resume | None = None) -> RunEnd:
+    def __repr__(self) -> str:
+        return f"server of {self._run_id}"
+
+    def run(self) -> RunEnd:
         """Starts or resumes the run and returns when it has ended."""
+        config = self._config
         accept_shared_memory()
         torch.set_num_threads(config.executor.threads)
 
-        def started(run_id: str, supernet_of: str) -> None:
-            self._supernet_of, self._run_id = supernet_of, run_id
+        def started(_run_id: str, supernet_of: str) -> None:
+            self._supernet_of, self._has_begun = supernet_of, True
 
         def waits(message: str) -> None:  # another run was faster since the driver looked for free resources
             CONSOLE.info(message)
             self._waiting = message
 
-        watcher = Watcher(started, self._rounds.append, self._stop.is_set)
+        cluster = ray.get_runtime_context().gcs_address if config.ray.detached else ""
+        make, watch = metered(self._run_id, self._rounds.append, waits)
+        watcher = Watcher(started, watch, self._stop.is_set, cluster)
         with warnings_in(self._warnings):
-            return run_to_end(config, partial(make_pool, tell=waits), watcher, resume)
+            return run_to_end(config, make, watcher, self._resume, RunIdentity(self._run_id))
+
+    def leave(self) -> None:
+        """Ends this process after its run, as soon as nobody asks any more."""
+        self._asked_s = time.monotonic()
+        while time.monotonic() < self._asked_s + UNWATCHED_S:
+            time.sleep(1.0)
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+    @ray.method(concurrency_group=WATCH)
+    def ending(self) -> list[Any]:
+        """Of a detached server the reference of what `run` returns, in a list, since Ray would wait for it itself."""
+        return self._calls[:1]
 
     @ray.method(concurrency_group=WATCH)
     def progress(self, after: int, warned: int = 0) -> Told:
         """What the run has told, without the first `after` finished rounds and the first `warned` warnings."""
+        self._asked_s = time.monotonic()
+        run_id = self._run_id if self._has_begun else ""
         rounds, warnings = self._rounds[after:], self._warnings[warned:]
-        return Told(self._run_id, self._supernet_of, self._waiting, rounds, warnings)
+        return Told(run_id, self._supernet_of, self._waiting, rounds, warnings)
 
     @ray.method(concurrency_group=WATCH)
     def stop(self) -> None:

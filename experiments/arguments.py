@@ -231,6 +231,15 @@ What is computed cannot change. These keys may: name, tags, executor.kind, execu
 executor.failures.*, ray.*, checkpoint.*, data.root, data.cache, data.download, reuse_supernet, tensorboard.
 """
 
+ATTACH_HELP = """Watches a run that was started with ray.detached=true; lines and exit code are those of `fedloom run`.
+
+  fedloom run experiment=fedoras_cifar10 ray.address=HEAD:6379 ray.detached=true
+  fedloom attach RUN --address HEAD:6379                 after Ctrl-C, a lost connection, or in another terminal
+  fedloom attach RUN --address HEAD:6379 --stop          ends it; fedloom resume RUN would go on
+
+Ctrl-C ends the watching, not the run. Of a run that has ended it says how.
+"""
+
 
 # -- the commands ------------------------------------------------------------------------------------------------------
 
@@ -291,6 +300,21 @@ COMMANDS: Mapping[str, Command] = {
         "continue a run from its last checkpoint",
         (Argument("run", metavar="RUN", help=RUN_WORDS), _overrides("one of the keys above"), *MAY_CHANGE, RESULTS),
         RESUME_HELP,
+    ),
+    "attach": Command(
+        "watch a run again that goes on by itself on a cluster, or end it",
+        (
+            Argument("run", metavar="RUN", help=RUN_WORDS),
+            Argument(
+                "--address",
+                default="auto",
+                metavar="HOST:PORT",
+                help="the cluster; default: the one that RAY_ADDRESS names or that runs on this machine",
+            ),
+            _flag("--stop", "end the run after the round in progress, or without it after ten seconds"),
+            RESULTS,
+        ),
+        ATTACH_HELP,
     ),
     "ablate": Command(
         "vary configuration values over seeds, with Ray Tune",

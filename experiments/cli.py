@@ -171,6 +171,22 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
     return of_run_end(end.kind)
 
 
+def _attach(args: argparse.Namespace) -> int:
+    _tell(args, "looking up the run")
+    from fedloom.actors.address import before_ray
+    from fedloom.platform.results.paths import find_run
+
+    paths = find_run(_here(args, [args.run], tensors=False), args.run)
+    before_ray(args.address)
+    from fedloom.experiments.runs.launch import attach
+    from fedloom.experiments.show import RunView
+
+    view = _WhileRead(RunView(as_json=args.json))
+    end = attach(args.results, paths, args.address, view, stop=args.stop)
+    view.end(end, args.results)
+    return of_run_end(end.kind)
+
+
 def _ablate(args: argparse.Namespace) -> int:
     ablation_id = args.resume if args.resume is not None else args.retry_failed
     from fedloom.actors.address import before_ray
@@ -350,6 +366,7 @@ def _status(args: argparse.Namespace) -> int:
 HANDLERS: Mapping[str, Handler] = {
     "run": _run,
     "resume": _resume,
+    "attach": _attach,
     "ablate": _ablate,
     "describe": _describe,
     "keys": _keys,

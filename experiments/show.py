@@ -67,6 +67,8 @@ class RunView:
             self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{where(results)}")
         elif end.kind == "refused":
             complain(end.message)
+        elif end.kind == "detached":
+            complain(f"run {end.run_id} goes on; {end.message}")
         else:
             from fedloom.platform.federation.loop import DIVERGED  # a report needs no torch
 

@@ -33,8 +33,12 @@ class ListedRun:
     @property
     def message(self) -> str:
         """What the status says, or why it cannot be read, on one line."""
-        said = str(self.status) if isinstance(self.status, ValueError) else self.status.message
-        return " ".join(said.split())
+        if isinstance(self.status, ValueError):
+            return " ".join(str(self.status).split())
+        at = self.status.cluster if self.status.state in ("running", "stalled") else ""
+        said = " ".join(self.status.message.split())
+        where = f"on Ray at {at}: fedloom attach watches it" if at else ""
+        return "; ".join(part for part in (said, where) if part)
 
     def as_dict(self) -> dict[str, Any]:
         """All that is known, by name."""

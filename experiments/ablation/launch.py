@@ -143,6 +143,8 @@ def _checked(ablation: Ablation, place: ResultsPlace, indices: Sequence[int]) ->
         raise ValueError(
             f"ray.address={ray_config.address}: an ablation's driver runs on the cluster itself; use fedloom submit"
         )
+    if ray_config.detached:
+        raise ValueError("ray.detached=true is for fedloom run: an ablation goes on by itself with fedloom submit")
     if starts_ray:  # the resources are known before Ray is started, which takes seconds
         cpus = ray_config.num_cpus if ray_config.num_cpus is not None else usable_cpus()
         cluster = Cluster(({"CPU": float(cpus), "GPU": float(ray_config.num_gpus)},))

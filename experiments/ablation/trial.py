@@ -11,7 +11,7 @@ import torch
 from ray import tune
 
 from fedloom.actors.client import accept_shared_memory
-from fedloom.actors.server import make_pool
+from fedloom.actors.server import metered
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.federation.config import RunConfig
@@ -151,9 +151,10 @@ class RunThread:
             mirror_run(self.config.results, paths)  # an earlier process died before its upload succeeded
             return "done", ""
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
-        watcher = Watcher(self._tell_history, self._tell, self._stop.is_set)
+        is_serial = self.config.executor.kind == "serial"
+        make, watch = (make_serial, self._tell) if is_serial else metered(run_id, self._tell)
+        watcher = Watcher(self._tell_history, watch, self._stop.is_set)
         resume = (self.job.resume or Resume(run_id)) if paths.artifacts.exists() else None
-        make = make_serial if self.config.executor.kind == "serial" else make_pool
         end = run_to_end(self.config, make, watcher, resume, self.job.identity)
         return UNSENT if end.kind == "infrastructure" else end.kind, end.message
 

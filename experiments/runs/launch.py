@@ -1,31 +1,36 @@
-"""Starts runs in this process, or in a server actor that the driver watches."""
+"""Starts runs in this process, or in a server actor that the driver watches, for as long as it likes."""
 
 import logging
+import os
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from fedloom.actors.address import resolve_address
 from fedloom.actors.cluster import connected
 from fedloom.actors.placement import groups_in_line
-from fedloom.actors.server import RemoteServer, Told
-from fedloom.platform.federation.config import RunConfig
+from fedloom.actors.server import NAMESPACE, RemoteServer, Told
+from fedloom.experiments.terminal import where
+from fedloom.platform.federation.config import RayConfig, RunConfig
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress
 from fedloom.platform.results.copies import check_results, fetch, mirror_run
 from fedloom.platform.results.lock import OwnedError, Ownership, owned
-from fedloom.platform.results.paths import RunPaths, run_paths
+from fedloom.platform.results.paths import RunPaths, new_run_id, run_paths
 from fedloom.platform.results.status import StatusFile, read_status
 from fedloom.platform.results.store import local_root
 from fedloom.platform.runs.logs import warnings_in
 from fedloom.platform.runs.resuming import check_name_is_free, check_run_unowned
 from fedloom.platform.runs.run import (
     NOT_BEGUN,
+    Kind,
     Resume,
     RunEnd,
     Watcher,
@@ -71,6 +76,11 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     root = check_results(config.results)
     if config.executor.kind == "serial" or config.dry_run:
         return run_to_end(config, make_serial, Watcher(view.started, view.round), resume)
+    if config.ray.detached and resolve_address(config.ray.address) == "local":
+        raise ValueError(
+            "ray.detached=true: a cluster of this run's own ends with it; start one (ray start --head), or give the "
+            "address of one that runs already (ray.address=HOST:PORT)"
+        )
     # These checks take about a second and raise their errors before Ray is started.
     planned: list[str] = []
     with warnings_in(planned):
@@ -90,23 +100,100 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
 
 def _through_server(config: RunConfig, view: View, resume: Resume | None, planned: Sequence[str] = ()) -> RunEnd:
     """`planned` are the warnings of planning, which the server plans again."""
-    server = RemoteServer.options(num_cpus=0, max_restarts=0, **_where_results_are(config.results)).remote()
-    ending = server.run.remote(config, resume)
-    shown = _Shown(view, planned)
+    root = local_root(config.results)
+    run_id = new_run_id(root, config.experiment) if resume is None else resume.run_id
+    paths, is_detached = run_paths(root, config.experiment, run_id), config.ray.detached
+    detached = {"name": run_id, "namespace": NAMESPACE, "lifetime": "detached"} if is_detached else {}
+    remote = RemoteServer.options(num_cpus=0, max_restarts=0, **detached, **_where_results_are(config.results))
     try:
-        while not ray.wait([ending], timeout=POLL_S)[0]:
-            shown.update(server)
-        end: RunEnd = ray.get(ending)
-        shown.update(server)
+        server = remote.remote(run_id, config, resume, os.getcwd())
+    except ValueError as error:  # only an actor with a name can be there already
+        again = attaching(run_id, config.results, config.ray.address)
+        raise ValueError(f"run {run_id} has a server on this cluster already: {again}") from error
+    shown = _Shown(view, planned)
+    if is_detached:
+        return _watch_detached(server, shown, config.results, paths, config.ray.address)
+    ending = server.run.remote()
+    try:
+        return _watch(server, ending, shown)
     except KeyboardInterrupt:
-        end = _interrupt(server, ending, shown)
-        if end.kind == "interrupted" and end.run_id:
-            # The server could not write it down, but this process can if the results are on this machine.
-            paths = run_paths(local_root(config.results), config.experiment, end.run_id)
-            mark_interrupted(config.results, paths, end.message)
+        return _interrupted(server, ending, shown, config.results, paths)
     except RayError as error:
-        end = RunEnd(shown.run_id, "infrastructure", _lost_server(error))
+        return RunEnd(shown.run_id, "infrastructure", _lost_server(error))
+
+
+def _watch(server: Any, ending: Any, shown: "_Shown") -> RunEnd:
+    while not ray.wait([ending], timeout=POLL_S)[0]:
+        shown.update(server)
+    end: RunEnd = ray.get(ending)
+    shown.update(server)
     return end
+
+
+def _interrupted(server: Any, ending: Any, shown: "_Shown", results: str, paths: RunPaths) -> RunEnd:
+    end = _interrupt(server, ending, shown)
+    if end.kind == "interrupted" and end.run_id:
+        # The server could not write it down, but this process can if the results are on this machine.
+        mark_interrupted(results, paths, end.message)
+    return end
+
+
+# -- a server that goes on without its driver --------------------------------------------------------------------------
+
+
+def attach(results: str | Path, paths: RunPaths, address: str, view: View, *, stop: bool = False) -> RunEnd:
+    """Watches a run whose server is detached, as `launch` does, until the run ends or Ctrl-C; `stop` ends it.
+
+    Of a run that has ended already it returns the end that its status tells.
+    Raises ValueError if the cluster at the address has no server of the run.
+    """
+    if (end := _end_told(results, paths)) is not None:
+        return end
+    cluster = read_status(paths.status).cluster
+    began = f"it began on {cluster}" if cluster else "it was started without ray.detached=true"
+    if resolve_address(address) == "local":
+        raise ValueError(f"no Ray cluster runs on this machine: give its address, --address HOST:PORT ({began})")
+    with connected(RayConfig(address=address)):
+        try:
+            server = ray.get_actor(paths.run_id, namespace=NAMESPACE)
+        except ValueError as error:
+            raise ValueError(
+                f"run {paths.run_id} has no server on this cluster ({began}); if it is at work nowhere, continue with: "
+                f"fedloom resume {paths.run_id}{where(results)}"
+            ) from error
+        return _watch_detached(server, _Shown(view), str(results), paths, address, stop=stop)
+
+
+def attaching(run_id: str, results: str | Path, address: str) -> str:
+    """The commands that watch and end a run whose server is detached."""
+    at = "" if address == "auto" else f" --address {address}"
+    command = f"fedloom attach {run_id}{where(results)}{at}"
+    return f"watch it with: {command}; end it with: {command} --stop"
+
+
+def _watch_detached(
+    server: Any, shown: "_Shown", results: str, paths: RunPaths, address: str, *, stop: bool = False
+) -> RunEnd:
+    run_id = paths.run_id
+    try:
+        (ending,) = ray.get(server.ending.remote())
+        shown.update(server)
+        end = _interrupted(server, ending, shown, results, paths) if stop else _watch(server, ending, shown)
+        ray.kill(server)
+    except KeyboardInterrupt:
+        return RunEnd(run_id, "detached", attaching(run_id, results, address))
+    except RayError as error:  # it may be that another command has watched its end, too, and ended the server
+        return _end_told(results, paths) or RunEnd(run_id, "infrastructure", _lost_server(error))
+    return end
+
+
+def _end_told(results: str | Path, paths: RunPaths) -> RunEnd | None:
+    """How a run has ended, by its status; None if it has not, or has not written it down."""
+    fetch(results, [paths.run_id], tensors=False)
+    status = read_status(paths.status) if paths.status.exists() else None
+    if status is None or status.state in ACTIVE:
+        return None
+    return RunEnd(paths.run_id, cast(Kind, status.state), status.message)
 
 
 def _lost_server(error: RayError) -> str:

@@ -25,6 +25,7 @@ _BY_KIND = {
     "failed": CLIENTS_FAILED,
     "infrastructure": INFRASTRUCTURE,
     "interrupted": INTERRUPTED,
+    "detached": INTERRUPTED,
 }
 
 

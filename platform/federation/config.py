@@ -196,7 +196,7 @@ class ExecutorConfig:
 
 @dataclass
 class RayConfig:
-    """The connection to Ray; the limits apply only to a cluster that fedloom starts."""
+    """The connection to Ray; the limits apply only to a cluster that fedloom starts, `detached` only to others."""
 
     address: Annotated[
         str, NOT_EMPTY, "auto (a running cluster if there is one), local (always start a cluster) or host:port"
@@ -210,6 +210,9 @@ class RayConfig:
     wait_s: Annotated[
         float, ZERO_OR_MORE, "seconds that a run waits for other runs to free what it needs, or for a cluster to grow"
     ] = 300.0
+    detached: Annotated[
+        bool, "on a cluster that runs already: the run goes on without its command, and fedloom attach finds it again"
+    ] = False
 
 
 @dataclass

@@ -44,6 +44,8 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
             _is_missing,
             "runs without a device table, which has these columns",
         ),
+        _Needs("ray.detached", "executor.kind", "ray".__eq__, "ray"),
+        _Needs("ray.detached", "dry_run", _is_missing, "runs that train"),
     ),
     FailuresConfig: (
         _Needs("attempts", "policy", "retry".__eq__, "retry"),

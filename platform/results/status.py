@@ -31,7 +31,8 @@ class Status:
     A run whose file says running is "dead" if its process no longer exists on this machine, and "stalled" if its
     heartbeat (seconds since 1970) is old. `started` and `place` identify the process (see `processes`). `taken` counts
     the processes that have taken the run up, `written` how often any of them wrote its status: of two copies of a run
-    they tell the later one without a clock. Status files of earlier versions have none of these.
+    they tell the later one without a clock. `cluster` is the address of the Ray cluster where `fedloom attach` finds
+    the run, empty if the run ends with its command. Status files of earlier versions have none of these.
     """
 
     state: State
@@ -46,6 +47,7 @@ class Status:
     place: str = ""
     taken: int = 0
     written: int = 0
+    cluster: str = ""
 
     @property
     def round_shown(self) -> int:
@@ -60,7 +62,8 @@ class StatusFile:
     to come.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cluster: str = "") -> None:
+        """`cluster` is that of `Status`."""
         self._path = path
         self._lock = threading.Lock()
         try:
@@ -68,7 +71,7 @@ class StatusFile:
         except ValueError:  # a new run, or a damaged file, which is replaced
             last = Status("running", 0, "", "", 0, 0, 0.0, "")
         pid, started = this_process()
-        own = {"pid": pid, "host": platform.node(), "started": started, "place": this_place()}
+        own = {"pid": pid, "host": platform.node(), "started": started, "place": this_place(), "cluster": cluster}
         self._status = replace(last, state="running", message="", taken=last.taken + 1, **own)  # type: ignore[arg-type]
         self._next_beat_s = 0.0
 

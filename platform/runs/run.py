@@ -99,12 +99,14 @@ def _serial_devices(world: World) -> dict[str, str]:
 class Watcher:
     """Callbacks of a run: its start, every finished round, and whether it should stop.
 
-    `started` gets the run's id, and the id of the run whose trained supernet it uses (empty if none).
+    `started` gets the run's id, and the id of the run whose trained supernet it uses (empty if none). `cluster` is the
+    address at which the run can be watched again (see `Status`).
     """
 
     started: Callable[[str, str], None] = lambda _run_id, _supernet_of: None
     round: Callable[[RoundProgress], None] = lambda _: None
     should_stop: Callable[[], bool] = lambda: False
+    cluster: str = ""
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,7 @@ def _go(
     stored: Callable[[], None],
 ) -> None:
     config, paths = world.config, writer.paths
-    status = StatusFile(paths.status)
+    status = StatusFile(paths.status, watcher.cluster)
     status.write("running", message="starting workers")
     supernet_of = str(writer.run_row.get("supernet_run_id") or "")
     watcher.started(paths.run_id, "" if supernet_of == paths.run_id else supernet_of)
@@ -370,7 +372,7 @@ def _finish(recorder: Recorder, status: StatusFile, state: WrittenState, message
 
 # -- how a run ended ---------------------------------------------------------------------------------------------------
 
-Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted"]
+Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted", "detached"]
 
 
 NOT_BEGUN = "its work had not begun"
@@ -379,7 +381,10 @@ NOT_BEGUN = "its work had not begun"
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: done, refused (invalid configuration), failed, infrastructure (failed copy) or interrupted."""
+    """How a run ended: done, refused (invalid configuration), failed, infrastructure (failed copy) or interrupted.
+
+    Of a run that goes on without its command only the watching has ended: detached.
+    """
 
     run_id: str
     kind: Kind

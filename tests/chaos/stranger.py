@@ -136,6 +136,7 @@ def commands(root: Path, run_id: str) -> list[list[str]]:
     at = ["--results", str(root)]
     named = [[name, run_id, *at] for name in ("verify", "report", "export", "search", "resume")]
     named[3] += ["--macs", "1e5"]
+    named.append(["attach", run_id, *at, "--address", "local"])
     return [["status", *at], ["status", "--json", *at], *named]
 
 

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,12 @@ def start_command(ports: list[int], temporary: Path) -> list[str]:
     ]
 
 
+JOIN = [
+    *(RAY, "start", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"),
+    *("--num-cpus=2", "--object-store-memory=200000000"),
+]
+
+
 def wait_for_dashboard(address: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 90.0) -> None:
     """Returns when the dashboard answers, be it with a refusal."""
     end = time.monotonic() + timeout_s
@@ -307,7 +313,20 @@ def end_cluster(process: subprocess.Popen[bytes]) -> None:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of one node with token authentication, as a person would start it, for the tests of one module."""
-    folder = tmp_path_factory.mktemp("cluster")
+    with started_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The same with a second node, which shares the first one's session folder, as Ray has it on one machine."""
+    with started_cluster(tmp_path_factory.mktemp("cluster"), nodes=2) as cluster:
+        yield cluster
+
+
+@contextmanager
+def started_cluster(folder: Path, nodes: int = 1) -> Iterator[Cluster]:
+    """A cluster of nodes of two CPUs each; several cannot be on the loopback interface only, says Ray."""
     token_file = folder / "token"
     token = secrets.token_hex(32)
     token_file.write_text(token)
@@ -319,20 +338,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # Ray's sockets lie in it, and their paths are limited to about a hundred characters.
     temporary = Path(tempfile.mkdtemp(prefix="fl", dir="/tmp"))
     ports = free_ports(9 + 24)
-    log = folder / "ray.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            start_command(ports, temporary),
-            env={**environment, LOOPBACK_SWITCH: "0"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    address = f"http://127.0.0.1:{ports[1]}"
+    cluster = Cluster(f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}", environment, token)
+    rays = {**environment, LOOPBACK_SWITCH: "0"} if nodes == 1 else environment
+    log, processes = folder / "ray.log", list[subprocess.Popen[bytes]]()
+
+    def start(command: list[str]) -> None:
+        with log.open("ab") as output:
+            started = subprocess.Popen(command, env=rays, stdout=output, stderr=output, start_new_session=True)
+            processes.append(started)
+
     try:
-        wait_for_dashboard(address, process, log)
-        yield Cluster(f"127.0.0.1:{ports[0]}", address, environment, token)
+        start(start_command(ports, temporary))
+        wait_for_dashboard(cluster.dashboard, processes[0], log)
+        for _ in range(1, nodes):
+            start([*JOIN, f"--address={cluster.gcs}"])
+        end_s = time.monotonic() + 120
+        while nodes > 1 and len(cluster.ask("v0/nodes")["data"]["result"]["result"]) < nodes:
+            assert time.monotonic() < end_s, f"nodes did not come up: {log.read_text()[-2000:]}"
+            time.sleep(0.5)
+        yield cluster
     finally:
-        end_cluster(process)
+        for process in reversed(processes):
+            end_cluster(process)
         # A job's environment in it is a copy of this one, of gigabytes: nobody waits until that is deleted.
         subprocess.Popen(["rm", "-rf", str(temporary)])

@@ -216,3 +216,21 @@ def test_after_ctrl_c_the_job_goes_on_and_a_line_says_how_to_end_it(
     assert found[1] == cluster.dashboard
     assert cluster.ask(f"jobs/{found[2]}")["status"] == "RUNNING"
     assert cluster.ask(f"jobs/{found[2]}/stop", "POST")["stopped"]
+
+
+ABLATION = """axes:
+  lr: {key: method.train.lr, values: [0.1, 0.03]}
+seeds: [1]
+"""
+
+
+def test_an_ablations_trials_on_two_nodes_end_with_0(two_nodes: Any, project: Path, tmp_path: Path) -> None:
+    (project / "rates.yaml").write_text(ABLATION)
+    results = tmp_path / "results"
+    more = ["ablation=rates.yaml", *TINY, "executor.actors=2", f"results={results}"]  # each takes a whole node
+    process = start(project, two_nodes.environment, command(two_nodes.dashboard, tmp_path / "witnesses", *more))
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-3000:] + errors[-3000:]
+    assert "(2 done)" in output
+    nodes = read_table(results, "clients").groupby("run_id")["node"].unique()
+    assert len({node for of_run in nodes for node in of_run}) == 2, "both trials ran on one node"

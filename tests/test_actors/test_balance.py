@@ -1,8 +1,9 @@
 """The order in which a pool starts a round's chunks; results are always merged in plan order (`test_bitwise.py`)."""
 
+from collections import deque
 from dataclasses import dataclass
 
-from fedloom.actors.pool import LAST_JOBS, Job, in_balance
+from fedloom.actors.pool import LAST_JOBS, ActorPool, Job, in_balance
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import Chunk, named_client
 from fedloom.platform.clients.networks import Subnet
@@ -58,3 +59,9 @@ def test_a_client_is_named_with_its_architecture() -> None:
         "client 7 (tier2, train round 5, ScoreSubnet 0-2-1)",
         "client 7 (tier2, train round 5, Nothing)",
     ]
+
+
+def test_clients_that_wait_for_an_actor_are_counted() -> None:
+    pool = ActorPool.__new__(ActorPool)
+    pool._waiting = {"tier1": deque([job(0, 5), job(1, 40, 40)]), "tier2": deque()}
+    assert pool.clients_waiting() == 3

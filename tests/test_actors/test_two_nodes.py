@@ -27,7 +27,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fedloom.actors.client import WATCH, ClientActor, place
+from fedloom.actors.client import ADD, WATCH, ClientActor, place
 from fedloom.actors.placement import ActorGroup, bundles_of, can_grow, free_rooms, total
 from fedloom.actors.pool import ActorPool, Block, Work
 from fedloom.actors.server import make_pool
@@ -290,10 +290,10 @@ def test_a_run_starts_without_the_actors_that_have_no_node_and_uses_one_that_joi
 class Pretends(ClientActor):
     """An actor that takes the GPU that Ray gives it for a CPU."""
 
-    def __init__(self, spec: WorkerSpec, gpu_share: float) -> None:
+    def __init__(self, spec: WorkerSpec, gpu_share: float, name: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fedloom.actors.client.assigned_device", lambda _share: "cpu")
-            super().__init__(spec, gpu_share)
+            super().__init__(spec, gpu_share, name)
 
 
 def test_shares_of_a_gpu_are_placed_on_the_node_that_has_one(
@@ -305,7 +305,9 @@ def test_shares_of_a_gpu_are_placed_on_the_node_that_has_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Three CPUs and a GPU on one of three nodes: one actor there, or as many as there are residents."""
-    monkeypatch.setattr("fedloom.actors.actor_set.RemoteClient", ray.remote(concurrency_groups={WATCH: 1})(Pretends))
+    monkeypatch.setattr(
+        "fedloom.actors.actor_set.RemoteClient", ray.remote(concurrency_groups={WATCH: 1, ADD: 1})(Pretends)
+    )
     config = tiny_config()
     results = Path(config.results)
     serial = start_run(config, make_serial)

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from fedloom.experiments import cli
 from fedloom.experiments.arguments import RESUME_HELP, build_parser, parse
 from fedloom.experiments.cli import HANDLERS, main
-from fedloom.experiments.runs.launch import _interrupt, _lost_server, _Shown
+from fedloom.experiments.runs.launch import _interrupt, _lost_server, _Shown, attaching
 from fedloom.experiments.runs.presets import experiments
 from fedloom.experiments.show import RunView
 from fedloom.experiments.terminal import (
@@ -32,7 +32,7 @@ from fedloom.platform.runs.logs import as_bytes, as_time, round_line
 from fedloom.platform.runs.resuming import FREE_ON_RESUME
 from fedloom.platform.runs.run import NOT_BEGUN, RunEnd
 
-COMMANDS = ("run", "resume", "search", "describe", "prepare", "tables", "report", "export", "status")
+COMMANDS = ("run", "resume", "attach", "search", "describe", "prepare", "tables", "report", "export", "status")
 
 EVERY_HELP = """
 import contextlib, io, json, sys
@@ -136,10 +136,13 @@ def test_a_run_that_ends_without_a_message_leaves_no_empty_place_for_it(capsys: 
     RunView().end(RunEnd("one", "interrupted"), "results")
     RunView().end(RunEnd("one", "interrupted", "stopped after round 3 of supernet"), "results")
     RunView().end(RunEnd("one", "infrastructure", "a disk is full"), "results")
+    RunView().end(RunEnd("one", "detached", attaching("one", "there", "HEAD:6379")), "there")
     assert capsys.readouterr().err.splitlines() == [
         "fedloom: run interrupted; continue with: fedloom resume one",
         "fedloom: run interrupted: stopped after round 3 of supernet; continue with: fedloom resume one",
         "fedloom: run stopped: a disk is full; continue with: fedloom resume one",
+        "fedloom: run one goes on; watch it with: fedloom attach one --results there --address HEAD:6379; "
+        "end it with: fedloom attach one --results there --address HEAD:6379 --stop",
     ]
 
 
@@ -177,6 +180,7 @@ def test_exit_codes_are_distinct_and_as_documented() -> None:
     kinds |= {"infrastructure": INFRASTRUCTURE, "interrupted": INTERRUPTED}
     assert {kind: of_run_end(kind) for kind in kinds} == kinds
     assert list(kinds.values()) == [0, 2, 3, 4, 130]
+    assert of_run_end("detached") == INTERRUPTED
 
 
 @pytest.mark.parametrize(
@@ -207,7 +211,7 @@ def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_command_prints_json_on_request() -> None:
     for command in COMMANDS:
-        needed = ["x"] if command in ("resume", "search", "export") else []
+        needed = ["x"] if command in ("resume", "attach", "search", "export") else []
         assert build_parser(HANDLERS).parse_args([command, "--json", *needed]).json
 
 

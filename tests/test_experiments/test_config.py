@@ -276,7 +276,7 @@ PUBLIC = {
     "PerFedAvgTrainingConfig": "local_factor",
     "PrivacyConfig": "clip noise delta weight_cap least_coverage secure fraction_bits survivors accountant",
     "RandomNasConfig": "name models metric train evaluation",
-    "RayConfig": "address num_cpus num_gpus object_store_memory_bytes dashboard wait_s",
+    "RayConfig": "address num_cpus num_gpus object_store_memory_bytes dashboard wait_s detached",
     "RunConfig": (
         "experiment name tags seed results dry_run reuse_supernet tensorboard data objective space tiers devices "
         "method executor ray checkpoint seeds"

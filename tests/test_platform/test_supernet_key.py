@@ -34,6 +34,7 @@ FREE = {
     "name",
     "ray.address",
     "ray.dashboard",
+    "ray.detached",
     "ray.num_cpus",
     "ray.num_gpus",
     "ray.object_store_memory_bytes",
