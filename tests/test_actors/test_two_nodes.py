@@ -342,10 +342,10 @@ class LosesTheFirstSum(ActorPool):
 
     def _add(self, work: Work, block: Block) -> None:
         member = self.actors.up_on(block.node_id)
-        super()._add(work, block)
         if not self.lost and member is not None:
             self.lost = True
             ray.kill(member.actor)
+        super()._add(work, block)
 
 
 def test_sums_that_are_lost_are_computed_again(
