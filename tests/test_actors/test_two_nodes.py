@@ -24,6 +24,7 @@ import ray
 import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -345,6 +346,9 @@ class LosesTheFirstSum(ActorPool):
         if not self.lost and member is not None:
             self.lost = True
             ray.kill(member.actor)
+            with suppress(RayError):
+                while True:  # it may still answer
+                    ray.get(member.actor.position.remote())
         super()._add(work, block)
 
 
