@@ -97,7 +97,7 @@ def _at_hand(sender: Sender, there: str, given: str, own: Path, manifest: str) -
     here = Path(given) if Path(given).is_dir() else own / Path(there).name
     size_bytes = _received(sender, offer, there, here, manifest)
     if (own_hash := read_manifest(here / manifest)["hash"]) != offer.hash:
-        raise ValueError(f"{here} has the hash {own_hash:.16}, the server's {offer.hash:.16}")
+        raise ValueError(f"{here} has the hash {own_hash:.16}, the server's {offer.hash:.16}: delete it")
     return here, size_bytes
 
 

@@ -174,7 +174,7 @@ def test_other_data_of_the_same_name_is_refused(offered: Origin, elsewhere: Path
     own = elsewhere / Path(offered.dataset_path).name
     shutil.copytree(offered.partition_path, own)
     (own / "partition.json").rename(own / "dataset.json")
-    with pytest.raises(ValueError, match=rf"^{own} has the hash [0-9a-f]{{16}}, the server's [0-9a-f]{{16}}$"):
+    with pytest.raises(ValueError, match=rf"^{own} has the hash [0-9a-f]{{16}}, the server's [0-9a-f]{{16}}: delete it$"):
         fetched(Folders(), offered)
 
 
