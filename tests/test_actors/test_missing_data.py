@@ -20,7 +20,7 @@ from ray import cloudpickle
 
 from fedloom.actors import data_transfer
 from fedloom.actors.actor_set import ActorSet
-from fedloom.actors.client import WATCH, About, ClientActor
+from fedloom.actors.client import ADD, WATCH, About, ClientActor
 from fedloom.actors.data_transfer import Fetched, Offer, Origin, block_of, fetch, offer_of
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import START_TIMEOUT_S, ActorPool
@@ -174,7 +174,9 @@ def test_other_data_of_the_same_name_is_refused(offered: Origin, elsewhere: Path
     own = elsewhere / Path(offered.dataset_path).name
     shutil.copytree(offered.partition_path, own)
     (own / "partition.json").rename(own / "dataset.json")
-    with pytest.raises(ValueError, match=rf"^{own} has the hash [0-9a-f]{{16}}, the server's [0-9a-f]{{16}}: delete it$"):
+    with pytest.raises(
+        ValueError, match=rf"^{own} has the hash [0-9a-f]{{16}}, the server's [0-9a-f]{{16}}: delete it$"
+    ):
         fetched(Folders(), offered)
 
 
@@ -214,7 +216,7 @@ def on_a_node_without_data(cache: Path, damage: int = 0) -> Any:
                 patch.setattr(data_transfer.ServersNode, "blocks", damaged)
                 return super().fetch_data(server)
 
-    return ray.remote(concurrency_groups={WATCH: 1})(Elsewhere)  # type: ignore[call-overload]
+    return ray.remote(concurrency_groups={WATCH: 1, ADD: 1})(Elsewhere)  # type: ignore[call-overload]
 
 
 @pytest.mark.ray
