@@ -151,9 +151,9 @@ def offer_of(folder: str, manifest: str) -> Offer:
     )
 
 
-def block_of(path: str, offset_bytes: int) -> ByteArray:
+def block_of(path: str, offset_bytes: int, most_bytes: int) -> ByteArray:
     """A block of a file; an array, because Ray maps arrays into the receiver's memory."""
-    return np.fromfile(path, dtype=np.uint8, count=BLOCK_BYTES, offset=offset_bytes)
+    return np.fromfile(path, dtype=np.uint8, count=most_bytes, offset=offset_bytes)
 
 
 _OfferOf: Any = ray.remote(num_cpus=0)(offer_of)
@@ -171,9 +171,9 @@ class ServersNode:
         return offer
 
     def blocks(self, path: str, size_bytes: int) -> Iterator[ByteArray]:
-        ahead: deque[Any] = deque()
+        read, ahead = _BlockOf.options(scheduling_strategy=self._there), deque[Any]()
         for offset_bytes in range(0, size_bytes, BLOCK_BYTES):
-            ahead.append(_BlockOf.options(scheduling_strategy=self._there).remote(path, offset_bytes))
+            ahead.append(read.remote(path, offset_bytes, BLOCK_BYTES))
             if len(ahead) == BLOCKS_AHEAD:
                 yield _got(ahead.popleft())
         while ahead:

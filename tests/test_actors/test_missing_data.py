@@ -91,7 +91,7 @@ class Folders:
     def blocks(self, path: str, size_bytes: int) -> Iterator[ByteArray]:
         self.sent.append(Path(path).name)
         for offset_bytes in range(0, size_bytes, data_transfer.BLOCK_BYTES):
-            block = block_of(path, offset_bytes)
+            block = block_of(path, offset_bytes, data_transfer.BLOCK_BYTES)
             if Path(path).name == self.damaged and not offset_bytes:
                 block[-1] ^= 1
             yield block
@@ -214,6 +214,7 @@ def on_a_node_without_data(cache: Path, damage: int = 0) -> Any:
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(data_transfer.ServersNode, "blocks", damaged)
+                patch.setattr(data_transfer, "BLOCK_BYTES", 4000)
                 return super().fetch_data(server)
 
     return ray.remote(concurrency_groups={WATCH: 1, ADD: 1})(Elsewhere)  # type: ignore[call-overload]
