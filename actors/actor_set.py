@@ -12,7 +12,7 @@ from ray._private import state as ray_state
 from ray.exceptions import RayError
 
 from fedloom.actors.client import About, RemoteClient, source_of
-from fedloom.actors.data_transfer import Origin
+from fedloom.actors.data_transfer import Origin, start_reader
 from fedloom.actors.placement import ActorGroup
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.federation.loop import RunFailedError
@@ -60,7 +60,9 @@ class ActorSet:
         # The specification holds cost tables: the object store keeps one copy instead of one per actor's creation.
         self._spec_ref = ray.put(spec)
         self._plugins, self._source = spec.plugins, source_of(spec)
-        self._origin = Origin(ray.get_runtime_context().get_node_id(), spec.dataset_path, spec.partition_path)
+        self._paths = spec.dataset_path, spec.partition_path
+        self._reader: Any = None
+        """Reads the prepared data for nodes that lack it; None if all nodes so far have it."""
         self.members: list[Member] = []
         self.idle: dict[str, list[Member]] = {}
         self.start_errors: dict[str, str] = {}
@@ -111,7 +113,10 @@ class ActorSet:
         if about.missing_data:
             if member.fetches:
                 raise RunFailedError(about.missing_data)
-            member.fetches, member.answer = True, member.actor.fetch_data.remote(self._origin)
+            if self._reader is None:
+                self._reader = start_reader()
+            member.fetches = True
+            member.answer = member.actor.fetch_data.remote(Origin(self._reader, *self._paths))
             return
         if about.fetched:
             logger.info("node %s fetched %s from the server", about.place, about.fetched)
@@ -169,8 +174,10 @@ class ActorSet:
 
     def close(self) -> None:
         """Ends all actors, unless they have ended with Ray, which `ray.kill` would start again."""
-        for member in self.members if ray.is_initialized() else ():
-            ray.kill(member.actor)
+        actors = [member.actor for member in self.members] + [self._reader] * (self._reader is not None)
+        for actor in actors if ray.is_initialized() else ():
+            ray.kill(actor)
+        self._reader = None
         self.members.clear()
         self.idle.clear()
         self._due.clear()

@@ -131,7 +131,7 @@ class ClientActor:
         """Fetches the prepared data that its node lacks, once for all of the node's actors; answers like `about`."""
         spec = self.worker.spec
         try:
-            fetched = fetch(ServersNode(server.node_id), server, spec.dataset_path, spec.partition_path)
+            fetched = fetch(ServersNode(server.reader), server, spec.dataset_path, spec.partition_path)
         except (ValueError, OSError, RayError) as error:
             about = self.about()
             cannot = f"it cannot be fetched from the server: {why(error, machine_cache())}"

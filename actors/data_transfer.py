@@ -32,15 +32,18 @@ BLOCK_BYTES = 2**24
 BLOCKS_AHEAD = 2
 """Blocks of one transfer in the object stores at a time, so that a data set of any size needs little memory."""
 
+READERS = 8
+"""Blocks that the server's node reads at a time, for all nodes together."""
+
 ANSWER_TIMEOUT_S = 300.0
 """Seconds that an actor waits for one block: a slow network has no time limit, one that stands still has."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Ray's id of the server's node, and the folders in which it has the prepared data."""
+    """The reader on the server's node, and the folders in which the prepared data is there."""
 
-    node_id: str
+    reader: Any
     dataset_path: str
     partition_path: str
 
@@ -139,41 +142,53 @@ def _check(folder: Path, offer: Offer, manifest: str) -> None:
 # -- the server's node ------------------------------------------------------------------------------------------------
 
 
-def offer_of(folder: str, manifest: str) -> Offer:
-    """What is in a folder here; raises like `read_manifest`."""
-    described = read_manifest(Path(folder, manifest))
-    files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
-    others = [path for path in files if path.stem not in described["files"]]
-    return Offer(
-        described["hash"],
-        {path.name: path.stat().st_size for path in files},
-        {path.name: hash_of_file(path) for path in others},
-    )
+class Reader:
+    """Reads the prepared data on the server's node: an actor, so that any number of nodes needs one process there."""
+
+    def offer(self, folder: str, manifest: str) -> Offer:
+        """What is in a folder here; raises like `read_manifest`."""
+        described = read_manifest(Path(folder, manifest))
+        files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
+        others = [path for path in files if path.stem not in described["files"]]
+        return Offer(
+            described["hash"],
+            {path.name: path.stat().st_size for path in files},
+            {path.name: hash_of_file(path) for path in others},
+        )
+
+    def block(self, path: str, offset_bytes: int, most_bytes: int) -> ByteArray:
+        """A block of a file; an array, because Ray maps arrays into the receiver's memory."""
+        return np.fromfile(path, dtype=np.uint8, count=most_bytes, offset=offset_bytes)
 
 
-def block_of(path: str, offset_bytes: int, most_bytes: int) -> ByteArray:
-    """A block of a file; an array, because Ray maps arrays into the receiver's memory."""
-    return np.fromfile(path, dtype=np.uint8, count=most_bytes, offset=offset_bytes)
+_RemoteReader: Any = ray.remote(Reader)
 
 
-_OfferOf: Any = ray.remote(num_cpus=0)(offer_of)
-_BlockOf: Any = ray.remote(num_cpus=0)(block_of)
+def start_reader() -> Any:
+    """A `Reader` on this node, as an actor that ends with this process."""
+    return _RemoteReader.options(
+        num_cpus=0,
+        max_concurrency=READERS,
+        max_restarts=-1,
+        max_task_retries=3,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+    ).remote()
 
 
 class ServersNode:
-    """A `Sender` by tasks on the node of the server, which is not disturbed by them."""
+    """A `Sender` that asks the server's reader; each block is an object in Ray's object store."""
 
-    def __init__(self, node_id: str) -> None:
-        self._there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
 
     def offer(self, folder: str, manifest: str) -> Offer:
-        offer: Offer = _got(_OfferOf.options(scheduling_strategy=self._there).remote(folder, manifest))
+        offer: Offer = _got(self._reader.offer.remote(folder, manifest))
         return offer
 
     def blocks(self, path: str, size_bytes: int) -> Iterator[ByteArray]:
-        read, ahead = _BlockOf.options(scheduling_strategy=self._there), deque[Any]()
+        ahead = deque[Any]()
         for offset_bytes in range(0, size_bytes, BLOCK_BYTES):
-            ahead.append(read.remote(path, offset_bytes, BLOCK_BYTES))
+            ahead.append(self._reader.block.remote(path, offset_bytes, BLOCK_BYTES))
             if len(ahead) == BLOCKS_AHEAD:
                 yield _got(ahead.popleft())
         while ahead:

@@ -21,7 +21,7 @@ from ray import cloudpickle
 from fedloom.actors import data_transfer
 from fedloom.actors.actor_set import ActorSet
 from fedloom.actors.client import ADD, WATCH, About, ClientActor
-from fedloom.actors.data_transfer import Fetched, Offer, Origin, block_of, fetch, offer_of
+from fedloom.actors.data_transfer import Fetched, Offer, Origin, Reader, fetch
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import START_TIMEOUT_S, ActorPool
 from fedloom.platform.averaging.average import Update
@@ -86,12 +86,12 @@ class Folders:
     sent: list[str] = field(default_factory=list)
 
     def offer(self, folder: str, manifest: str) -> Offer:
-        return offer_of(folder, manifest)
+        return Reader().offer(folder, manifest)
 
     def blocks(self, path: str, size_bytes: int) -> Iterator[ByteArray]:
         self.sent.append(Path(path).name)
         for offset_bytes in range(0, size_bytes, data_transfer.BLOCK_BYTES):
-            block = block_of(path, offset_bytes, data_transfer.BLOCK_BYTES)
+            block = Reader().block(path, offset_bytes, data_transfer.BLOCK_BYTES)
             if Path(path).name == self.damaged and not offset_bytes:
                 block[-1] ^= 1
             yield block
@@ -111,7 +111,7 @@ def offered(spec: WorkerSpec, tmp_path: Path) -> Origin:
     paths = [Path(spec.dataset_path), Path(spec.partition_path)]
     copies = [shutil.copytree(path, tmp_path / "server" / path.name) for path in paths]
     (copies[0] / "label_sets.json").write_text("{}")
-    return Origin("", *map(str, copies))
+    return Origin(None, *map(str, copies))
 
 
 def fetched(sender: Folders, offered: Origin) -> Fetched:
