@@ -142,7 +142,7 @@ def _check(folder: Path, offer: Offer, manifest: str) -> None:
 # -- the server's node ------------------------------------------------------------------------------------------------
 
 
-class Reader:
+class DataReader:
     """Reads the prepared data on the server's node: an actor, so that any number of nodes needs one process there."""
 
     def offer(self, folder: str, manifest: str) -> Offer:
@@ -161,11 +161,11 @@ class Reader:
         return np.fromfile(path, dtype=np.uint8, count=most_bytes, offset=offset_bytes)
 
 
-_RemoteReader: Any = ray.remote(Reader)
+_RemoteReader: Any = ray.remote(DataReader)
 
 
 def start_reader() -> Any:
-    """A `Reader` on this node, as an actor that ends with this process."""
+    """A `DataReader` on this node, as an actor that ends with this process."""
     return _RemoteReader.options(
         num_cpus=0,
         max_concurrency=READERS,

@@ -21,7 +21,7 @@ from ray import cloudpickle
 from fedloom.actors import data_transfer
 from fedloom.actors.actor_set import ActorSet
 from fedloom.actors.client import ADD, WATCH, About, ClientActor
-from fedloom.actors.data_transfer import Fetched, Offer, Origin, Reader, fetch
+from fedloom.actors.data_transfer import Fetched, Offer, Origin, DataReader, fetch
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import START_TIMEOUT_S, ActorPool
 from fedloom.platform.averaging.average import Update
@@ -86,12 +86,12 @@ class Folders:
     sent: list[str] = field(default_factory=list)
 
     def offer(self, folder: str, manifest: str) -> Offer:
-        return Reader().offer(folder, manifest)
+        return DataReader().offer(folder, manifest)
 
     def blocks(self, path: str, size_bytes: int) -> Iterator[ByteArray]:
         self.sent.append(Path(path).name)
         for offset_bytes in range(0, size_bytes, data_transfer.BLOCK_BYTES):
-            block = Reader().block(path, offset_bytes, data_transfer.BLOCK_BYTES)
+            block = DataReader().block(path, offset_bytes, data_transfer.BLOCK_BYTES)
             if Path(path).name == self.damaged and not offset_bytes:
                 block[-1] ^= 1
             yield block
@@ -202,9 +202,9 @@ def on_a_node_without_data(cache: Path, damage: int = 0) -> Any:
     """Client actors of a node that does not see the server's disk; `damage` changes the bits of what arrives."""
 
     class Elsewhere(ClientActor):
-        def __init__(self, spec: WorkerSpec, gpu_share: float) -> None:
+        def __init__(self, spec: WorkerSpec, gpu_share: float, name: str) -> None:
             os.environ["FEDLOOM_CACHE"] = str(cache)
-            super().__init__(replace(spec, dataset_path="/nowhere/d", partition_path="/nowhere/p"), gpu_share)
+            super().__init__(replace(spec, dataset_path="/nowhere/d", partition_path="/nowhere/p"), gpu_share, name)
 
         def fetch_data(self, server: Origin) -> About:
             blocks = data_transfer.ServersNode.blocks
