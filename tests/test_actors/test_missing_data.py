@@ -21,7 +21,7 @@ from ray import cloudpickle
 from fedloom.actors import data_transfer
 from fedloom.actors.actor_set import ActorSet
 from fedloom.actors.client import ADD, WATCH, About, ClientActor
-from fedloom.actors.data_transfer import Fetched, Offer, Origin, DataReader, fetch
+from fedloom.actors.data_transfer import DataReader, Fetched, Offer, Origin, fetch
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import START_TIMEOUT_S, ActorPool
 from fedloom.platform.averaging.average import Update
