@@ -12,6 +12,7 @@ from ray._private import state as ray_state
 from ray.exceptions import RayError
 
 from fedloom.actors.client import About, RemoteClient, source_of
+from fedloom.actors.data_transfer import Origin, start_reader
 from fedloom.actors.placement import ActorGroup
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.federation.loop import RunFailedError
@@ -38,6 +39,8 @@ class Member:
     """Reference of the result of `about`, which is called when the actor is created."""
     about: About | None = None
     """None until the actor has answered."""
+    fetches: bool = False
+    """Whether its node lacks the prepared data: `answer` is then that of `fetch_data`."""
 
     @property
     def answered(self) -> About:
@@ -57,6 +60,9 @@ class ActorSet:
         # The specification holds cost tables: the object store keeps one copy instead of one per actor's creation.
         self._spec_ref = ray.put(spec)
         self._plugins, self._source = spec.plugins, source_of(spec)
+        self._paths = spec.dataset_path, spec.partition_path
+        self._reader: Any = None
+        """Reads the prepared data for nodes that lack it; None if all nodes so far have it."""
         self.members: list[Member] = []
         self.idle: dict[str, list[Member]] = {}
         self.start_errors: dict[str, str] = {}
@@ -104,14 +110,28 @@ class ActorSet:
             )
             return
         check(about, self._source, self._plugins)
-        member.about = about
+        if about.missing_data:
+            if member.fetches:
+                raise RunFailedError(about.missing_data)
+            if self._reader is None:
+                self._reader = start_reader()
+            member.fetches = True
+            member.answer = member.actor.fetch_data.remote(Origin(self._reader, *self._paths))
+            return
+        if about.fetched:
+            logger.info("node %s fetched %s from the server", about.place, about.fetched)
+        member.about, member.fetches = about, False
         self.start_errors.pop(name, None)
         self._failures.pop(name, None)
         self.idle[name].append(member)
 
     def is_up(self, group: str) -> bool:
-        """Whether any actor of the group is up, idle or busy."""
-        return any(member.about is not None and member.group.name == group for member in self.members)
+        """Whether any actor of the group is up, idle or busy, or will be as soon as it has fetched its data."""
+        return any((member.about or member.fetches) and member.group.name == group for member in self.members)
+
+    def fetching(self) -> bool:
+        """Whether any actor fetches its data, for which there is no time limit while it gets on."""
+        return any(member.fetches for member in self.members)
 
     def up_on(self, node_id: str) -> Member | None:
         """An actor that is up, on this node if there is one, idle or busy; None if there is none at all."""
@@ -154,8 +174,10 @@ class ActorSet:
 
     def close(self) -> None:
         """Ends all actors, unless they have ended with Ray, which `ray.kill` would start again."""
-        for member in self.members if ray.is_initialized() else ():
-            ray.kill(member.actor)
+        actors = [member.actor for member in self.members] + [self._reader] * (self._reader is not None)
+        for actor in actors if ray.is_initialized() else ():
+            ray.kill(actor)
+        self._reader = None
         self.members.clear()
         self.idle.clear()
         self._due.clear()
@@ -176,15 +198,15 @@ def _has_process(actor: Any) -> bool:
 
 
 def check(about: About, source: str, plugins: Sequence[str]) -> None:
-    """Raises RunFailedError unless the actor runs the server's source (hash `source`) and has the data."""
+    """Raises RunFailedError unless the actor runs the server's source (hash `source`) and version of torch."""
     if about.source_hash != source:
         named = f" and {', '.join(plugins)}" if plugins else ""
         raise RunFailedError(
             f"node {about.node} runs fedloom source {about.source_hash}, the server {source}: install the same "
             f"version of fedloom{named} on every node"
         )
-    if about.missing_data:
-        raise RunFailedError(about.missing_data)
+    if about.other_torch:
+        raise RunFailedError(about.other_torch)
 
 
 def cause_of(error: Exception) -> str:

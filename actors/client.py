@@ -16,17 +16,21 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray.exceptions import RayError
 from torch import Tensor
 
 import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
+from fedloom.actors.data_transfer import Origin, ServersNode, fetch
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Coverage, TensorSum, Update, WeightedSums
 from fedloom.platform.clients.assignments import ClientResult
 from fedloom.platform.clients.device import GPU, memory_of
 from fedloom.platform.clients.execution import Chunk, ChunkResult, ChunkRunner
 from fedloom.platform.clients.worker import Worker, WorkerSpec
+from fedloom.platform.data.config import machine_cache
 from fedloom.platform.runs.source_code import source_hash, sources_of
 from fedloom.platform.spaces.slices import Region, Weights
+from fedloom.platform.words import why
 
 WATCH = "watch"
 """Ray's concurrency group for methods that answer while the actor runs a chunk."""
@@ -47,8 +51,12 @@ class About:
     device: str
     threads: int
     source_hash: str
+    other_torch: str | None = None
+    """One line if its node does not have the server's version of torch."""
     missing_data: str | None = None
-    """One line naming what its node lacks, prepared data or the server's version of torch; None if it has all."""
+    """One line naming the prepared data that its node lacks; None if it has all."""
+    fetched: str = ""
+    """What this actor has fetched from the server's node, with sizes."""
 
     @property
     def place(self) -> str:
@@ -115,9 +123,21 @@ class ClientActor:
     def about(self) -> About:
         """The actor's process, node, device and source version."""
         device = str(self.worker.device)
-        missing = other_torch(self.worker.spec.torch) or self.worker.missing_data()
-        source = source_of(self.worker.spec)
-        return About(os.getpid(), platform.node(), self._node_id, device, self._threads, source, missing)
+        source, other = source_of(self.worker.spec), other_torch(self.worker.spec.torch)
+        missing = self.worker.missing_data()
+        return About(os.getpid(), platform.node(), self._node_id, device, self._threads, source, other, missing)
+
+    def fetch_data(self, server: Origin) -> About:
+        """Fetches the prepared data that its node lacks, once for all of the node's actors; answers like `about`."""
+        spec = self.worker.spec
+        try:
+            fetched = fetch(ServersNode(server.reader), server, spec.dataset_path, spec.partition_path)
+        except (ValueError, OSError, RayError) as error:
+            about = self.about()
+            cannot = f"it cannot be fetched from the server: {why(error, machine_cache())}"
+            return replace(about, missing_data=f"{about.missing_data} ({cannot})")
+        self.worker.spec = replace(spec, dataset_path=fetched.dataset_path, partition_path=fetched.partition_path)
+        return replace(self.about(), fetched=fetched.what)
 
     def run_chunk(self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str) -> PackedResult:
         """Runs the chunk on the shared weights, which are mapped into memory, or uploaded, once per version."""

@@ -244,7 +244,9 @@ class ActorPool:
             for _ in range(group.actors):
                 self.actors.start(group)
         start_s, timeout_s, told = time.monotonic(), max(START_TIMEOUT_S, self.wait_s), False
-        while (starting := self.actors.starting()) and time.monotonic() - start_s < timeout_s:
+        while (starting := self.actors.starting()) and (
+            time.monotonic() - start_s < timeout_s or self.actors.fetching()
+        ):
             for answer in ray.wait(starting, num_returns=1, timeout=min(POLL_S, timeout_s))[0]:
                 self.actors.take_answer(answer)
             if self.actors.start_errors:  # causes at this point, such as a GPU that torch does not see, persist
