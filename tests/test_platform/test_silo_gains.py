@@ -33,9 +33,9 @@ Run = Callable[[RunConfig], tuple[World, Any, RunState]]
 RunStages = Callable[[World, Sequence[Stage], RunState], tuple[Any, RunState]]
 
 KEPT: Sequence[Subspace] = (
-    ((0,),) * 10,
-    ((1,), (0,)) * 5,
-    ((0,), (1,)) * 5,
+    ((0,),) * 4,
+    ((1,), (0,)) * 2,
+    ((0,), (1,)) * 2,
 )
 """An architecture for each of three silos."""
 
@@ -45,7 +45,7 @@ def make_config(silo_config: Make) -> Make:
     def make(gains: GainConfig, rounds: int = 2) -> RunConfig:
         train = SpiderTrainingConfig(rounds=rounds, batch_size=16)
         method = SpiderConfig(train=train, search=ArchitectureSearchConfig(start=0, every=1), gains=gains)
-        return silo_config(method, space=SpaceConfig("darts_s2_small", channels=4))
+        return silo_config(method, space=SpaceConfig("darts_s2_small", channels=4, nodes=1))
 
     return make
 
