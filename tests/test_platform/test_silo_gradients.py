@@ -78,7 +78,7 @@ class Federation:
 
 @pytest.fixture
 def make_config(silo_config: Make) -> Make:
-    return partial(silo_config, space=SpaceConfig("darts_s2_small", channels=4))
+    return partial(silo_config, space=SpaceConfig("darts_s2_small", channels=4, nodes=1))
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_a_run_of_spider_by_gradients_ends_decided(make_config: Make, run_in_mem
         assert [ALPHAS in group for group in groups] == [True, True, False]
         kept = unpacked(groups[-1]).remaining
         world.space.validate_subspace(kept)
-        assert [len(row) for row in kept] == [1] * 10
+        assert [len(row) for row in kept] == [1] * 4
         train_size, validation_size = (world.data.size(client_id, s) for s in ("train", "validation"))
         expected = [train_size, train_size, train_size + validation_size]
         assert silo_samples(memory.table("clients"), "spider", client_id) == expected
@@ -277,14 +277,14 @@ def test_architecture_parameters_are_averaged_by_samples(make_config: Make) -> N
     config = fednas_config(make_config)
     stage = build_stages(build_world(config))[0]
     begun = stage.begin(RunState())
-    assert torch.equal(begun.weights("supernet")[ALPHAS], torch.zeros(10, 2))
+    assert torch.equal(begun.weights("supernet")[ALPHAS], torch.zeros(4, 2))
     sums = WeightedSums()
     for value, samples in ((4.0, 1.0), (-8.0, 3.0)):
-        tensors = {ALPHAS: torch.full((10, 2), value), "head.bias": torch.full((10,), value)}
+        tensors = {ALPHAS: torch.full((4, 2), value), "head.bias": torch.full((10,), value)}
         sums.add(Update(tensors, {n: Slice(n) for n in tensors}, dict.fromkeys(tensors, samples)))
     merged = stage.merge(begun, Plan([], "supernet"), RoundResult(sums, [])).state.weights("supernet")
     # (1 * 4 - 3 * 8) / 4
-    assert torch.equal(merged[ALPHAS], torch.full((10, 2), -5.0))
+    assert torch.equal(merged[ALPHAS], torch.full((4, 2), -5.0))
     assert torch.equal(merged["head.bias"], torch.full((10,), -5.0))
 
 
