@@ -23,7 +23,7 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 Make = Callable[..., RunConfig]
 Run = Callable[[RunConfig], tuple[World, Any, RunState]]
 
-CELLS = SpaceConfig("darts_s2_small", channels=4)
+CELLS = SpaceConfig("darts_s2_small", channels=4, nodes=1)
 SEARCH = ArchitectureSearchConfig(start=1, every=1)
 METHODS: dict[str, Callable[[], Any]] = {
     "spider": lambda: SpiderConfig(search=SEARCH),
