@@ -42,6 +42,8 @@ Refused = Callable[[RunConfig], str]
 LOCAL = LocalSGD(epochs=1, batch_size=8, lr=0.05, momentum=0.9, clip_norm=5.0)
 RULES = rules_of(SiloTrainingConfig(), "method.train")
 NO_SEARCH = Perturbation(turns=0)
+ONE_NODE = SpaceConfig("darts_s2_small", channels=4, nodes=1)
+"""Two edges per cell, for what is trained; neither can be pruned."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,12 @@ def make_config(silo_config: Make) -> Make:
 
 @pytest.fixture
 def federation(make_config: Make) -> Federation:
-    world = build_world(make_config(SpiderConfig()))
+    return first_of(make_config(SpiderConfig(), space=ONE_NODE))
+
+
+def first_of(config: RunConfig) -> Federation:
+    """A federation before its first round."""
+    world = build_world(config)
     return Federation(world, Worker(world.spec), world.space.initial_weights(torch_stream(1, "first")))
 
 
@@ -101,24 +108,23 @@ def assert_nothing_of_its_own_is_sent(outcome: ClientResult, state: Personal) ->
 
 
 def test_a_decision_of_the_server_holds_for_all_from_the_next_round_on(make_config: Make, run_in_memory: Run) -> None:
-    train = SiloTrainingConfig(rounds=8, batch_size=16, evaluate_every=1)
-    world, memory, _ = run_in_memory(
-        make_config(GlobalNasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1)))
-    )
+    train = SiloTrainingConfig(rounds=5, batch_size=16, evaluate_every=1)
+    method = GlobalNasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1))
+    world, memory, _ = run_in_memory(make_config(method, space=ONE_NODE))
     space = cast(DartsSpace, world.space)
     clients = memory.table("clients")
     trained = clients[clients.stage == "global_nas"]
-    at_the_beginning = [subspace_id(space.largest_subspace), *(memory.state(r).data["kept"] for r in range(7))]
+    at_the_beginning = [subspace_id(space.largest_subspace), *(memory.state(r).data["kept"] for r in range(4))]
     assert trained.groupby("round").subspace.unique().apply(list).tolist() == [[kept] for kept in at_the_beginning]
     left = [sum(len(row) > 1 for row in parse_subspace(kept)) for kept in at_the_beginning]
-    assert left == [10, 10, 8, 6, 4, 2, 0, 0]
-    for round_ in range(8):
+    assert left == [4, 4, 2, 0, 0]
+    for round_ in range(5):
         kept = parse_subspace(memory.state(round_).data["kept"])
         assert memory.state(round_).weights("supernet").keys() == set(space.subspace_slices(kept))
     train_size, validation_size = (world.data.size(0, s) for s in ("train", "validation"))
-    assert silo_samples(memory.table("clients"), "global_nas") == [train_size] * 6 + [train_size + validation_size] * 2
+    assert silo_samples(memory.table("clients"), "global_nas") == [train_size] * 3 + [train_size + validation_size] * 2
     rows = memory.table("evaluations")
-    assert set(rows[rows.split == "validation"]["round"]) == set(range(6))
+    assert set(rows[rows.split == "validation"]["round"]) == set(range(3))
     assert set(rows.model) == {"global"}
     assert rows[rows.split == "test"].stage.unique().tolist() == ["evaluation"]
 
@@ -160,7 +166,7 @@ def decided_by_hand(federation: Federation, kept: Subspace, statistics: str) -> 
     x, y = x[order], y[order]
     rng = stream(worker.spec.training_seed, "edges", "train", 0, "server")
     for cell_type in ("normal", "reduction"):
-        decision = space.decisions(cell_type)[int(rng.integers(5))]
+        decision = space.decisions(cell_type)[int(rng.integers(2))]
         pain = []
         for option in (0, 1):
             logits = torch.cat([module(x_B, with_row(kept, decision, (1 - option,))) for x_B in torch.split(x, 8)])
@@ -220,14 +226,14 @@ def test_all_silos_begin_a_round_with_the_same_base_and_their_own_rest(
 def test_a_run_of_fedpnas_ends_with_an_architecture_of_its_own_for_every_silo(
     make_config: Make, run_in_memory: Run
 ) -> None:
-    train = SiloTrainingConfig(rounds=7, batch_size=16, evaluate_every=1)
-    config = make_config(FedPnasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1)))
-    world, memory, state = run_in_memory(config)
+    train = SiloTrainingConfig(rounds=4, batch_size=16, evaluate_every=1)
+    method = FedPnasConfig(train=train, search=ArchitectureSearchConfig(start=1, every=1))
+    world, memory, state = run_in_memory(make_config(method, space=ONE_NODE))
     space = cast(DartsSpace, world.space)
     kept = [unpacked(state.groups[f"client-{c}"].tensors).remaining for c in range(3)]
     for found in kept:
         space.validate_subspace(found)
-        assert [len(row) for row in found] == [1] * 10
+        assert [len(row) for row in found] == [1] * 4
     heads = {tuple(unpacked(state.groups[f"client-{c}"].tensors).weights["head.bias"].tolist()) for c in range(3)}
     assert len(heads) == 3
     first = world.space.initial_weights(torch_stream(world.config.seed_for("initialisation"), "supernet"))
@@ -235,9 +241,9 @@ def test_a_run_of_fedpnas_ends_with_an_architecture_of_its_own_for_every_silo(
     assert [n for n in shared if n not in base and not torch.equal(shared[n], first[n])] == []
     assert not torch.equal(shared["stem.0.weight"], first["stem.0.weight"])
     train_size, validation_size = (world.data.size(0, s) for s in ("train", "validation"))
-    assert silo_samples(memory.table("clients"), "fedpnas") == [train_size] * 5 + [train_size + validation_size] * 2
+    assert silo_samples(memory.table("clients"), "fedpnas") == [train_size] * 2 + [train_size + validation_size] * 2
     rows = memory.table("evaluations")
-    assert set(rows[rows.split == "validation"]["round"]) == set(range(5))
+    assert set(rows[rows.split == "validation"]["round"]) == set(range(2))
     test = rows[rows.metric == "parameters"]
     expected = [space.cost_of_cells("parameters", found, 1) for found in kept]
     assert test.sort_values("client_id").value.tolist() == expected
@@ -246,7 +252,8 @@ def test_a_run_of_fedpnas_ends_with_an_architecture_of_its_own_for_every_silo(
 # -- pruned edges -----------------------------------------------------------------------------------------------------
 
 
-def test_a_pruned_edge_and_its_tensors_are_gone(federation: Federation) -> None:
+def test_a_pruned_edge_and_its_tensors_are_gone(make_config: Make) -> None:
+    federation = first_of(make_config(SpiderConfig()))
     space = federation.space
     kept: Subspace = ((1,),) * 10
     state = Personal({n: federation.weights[n] for n in space.subspace_slices(kept)}, {}, kept).packed()
@@ -267,7 +274,8 @@ def test_a_pruned_edge_and_its_tensors_are_gone(federation: Federation) -> None:
 
 
 @pytest.mark.parametrize("search", [Perturbation(turns=99), Milenas(ends=False, lr=0.1)])
-def test_nothing_of_a_silos_own_is_in_an_update_of_spider(federation: Federation, search: Any) -> None:
+def test_nothing_of_a_silos_own_is_in_an_update_of_spider(make_config: Make, search: Any) -> None:
+    federation = first_of(make_config(SpiderConfig()))
     first = federation.do(TrainSpider(LOCAL, 0.1, search, RULES))
     second = federation.do(TrainSpider(LOCAL, 0.1, search, RULES), first.state, round_=1)
     assert sent(second).keys() == federation.weights.keys()
