@@ -257,7 +257,7 @@ class Work:
 
 
 class FakeDevice:
-    """An executor that runs the first chunk of every kind of work on the fake device, and all in earnest."""
+    """An executor that runs the first chunk of every kind of work on the fake device, and a step of all in earnest."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.worker, self._spec = Worker(spec), spec
@@ -272,21 +272,22 @@ class FakeDevice:
         """Yields the results of the work in earnest."""
         for chunk in chunks:
             first = chunk.assignments[0]
-            kind = (first.stage, type(first.task).__name__, first.client_id is None, chunk.stack > 1)
+            stage = first.stage.partition("/")[0]  # every tier's is alike
+            kind = (stage, type(first.task).__name__, first.client_id is None, chunk.stack > 1)
             if kind not in self.work and not all(a.dropped for a in chunk.assignments):
                 self.work[kind] = self.on_paper(chunk, weights)
-            yield run_chunk(self.worker, chunk, weights)
+            yield run_chunk(self.worker, _shortened(chunk, 1), weights)
 
     def on_paper(self, chunk: Chunk, weights: SharedWeights) -> Work:
         """What a chunk asks of the device, once its networks and data are there, in the first steps of each client."""
-        chunk = replace(chunk, assignments=tuple(map(_shortened, chunk.assignments)))
+        warming, chunk = (_shortened(chunk, steps) for steps in (1, STEPS))
         counting, steps = _Counting(), list[Counts]()
         with _as_a_device(), self._mode, _marked_steps(counting, steps):
             if self._fake is None:
                 self._fake = Worker(replace(self._spec, device=DEVICE, device_bytes=10**10))
             with counting:
                 shared = SharedWeights(self._fake.uploaded(weights.tensors), weights.version)
-                run_chunk(self._fake, chunk, shared)  # builds networks, and uploads the data
+                run_chunk(self._fake, warming, shared)  # builds networks, and uploads the data
                 counting.counts, steps[:] = Counts(), []
                 result = run_chunk(self._fake, chunk, shared)
         first, clients = chunk.assignments[0], sum(not a.dropped for a in chunk.assignments)
@@ -354,18 +355,23 @@ def _as_a_device() -> Iterator[None]:
         del FakeTensor.numpy
 
 
-def _shortened(assignment: Assignment) -> Assignment:
-    task: Any = assignment.task
-    if not hasattr(task, "local"):
-        return assignment
-    return replace(assignment, task=replace(task, local=replace(task.local, steps=STEPS)))
+def _shortened(chunk: Chunk, steps: int) -> Chunk:
+    def shortened(assignment: Assignment) -> Assignment:
+        task: Any = assignment.task
+        if not hasattr(task, "local"):
+            return assignment
+        return replace(assignment, task=replace(task, local=replace(task.local, steps=steps)))
+
+    return replace(chunk, assignments=tuple(map(shortened, chunk.assignments)))
 
 
 def family(name: str, *overrides: str) -> RunConfig:
-    """A frozen run whose clients make several steps each."""
+    """A frozen run whose clients make several steps each, of few rounds and layers."""
     several = ["executor.kind=serial", "method.train.batch_size=4"]
     several += ["data.partition=iid"] if name == "superfednas_shakespeare" else []
-    several += ["method.train.rounds=1"] if name.startswith(("fed", "scaffold", "heterofl", "knn", "ditto")) else []
+    one_round = ("fed", "scaffold", "heterofl", "knn", "ditto", "spider")
+    several += ["method.train.rounds=1"] if name.startswith(one_round) else []
+    several += ["space.stage_layers=[1,2]"] if name.startswith(("fedoras", "fedavg", "scaffold")) else []
     if name.startswith("fedoras"):
         several += ["method.finetune.rounds=1", "method.rand_init.rounds=1", "method.search.budget=8"]
     return compose_config([*RUNS[name], *several, *overrides])
