@@ -67,7 +67,7 @@ def _connection(config: RayConfig) -> Iterator[None]:
             with watched(records_folder()):
                 ray.init(
                     address="local",
-                    num_cpus=config.num_cpus if config.num_cpus is not None else usable_cpus(),
+                    num_cpus=int(own_resources(config)["CPU"]),
                     num_gpus=config.num_gpus,
                     object_store_memory=config.object_store_memory_bytes or free_memory_bytes() // 5,
                     include_dashboard=config.dashboard,
@@ -137,6 +137,12 @@ def _held_stderr() -> Iterator[list[str]]:
             held.seek(0)
             said.append(held.read().decode(errors="replace"))
         screen.write(said[0].encode())
+
+
+def own_resources(config: RayConfig) -> dict[str, float]:
+    """What a cluster of our own has, known before it starts, which takes seconds."""
+    cpus = config.num_cpus if config.num_cpus is not None else usable_cpus()
+    return {"CPU": float(cpus), "GPU": float(config.num_gpus)}
 
 
 def usable_cpus() -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from fedloom.actors.address import resolve_address
-from fedloom.actors.cluster import connected, usable_cpus
+from fedloom.actors.cluster import connected, own_resources
 from fedloom.experiments.ablation.checks import Checked, Cluster, checked_trials
 from fedloom.experiments.ablation.running import (
     AblationView,
@@ -146,8 +146,7 @@ def _checked(ablation: Ablation, place: ResultsPlace, indices: Sequence[int]) ->
     if ray_config.detached:
         raise ValueError("ray.detached=true is for fedloom run: an ablation goes on by itself with fedloom submit")
     if starts_ray:  # the resources are known before Ray is started, which takes seconds
-        cpus = ray_config.num_cpus if ray_config.num_cpus is not None else usable_cpus()
-        cluster = Cluster(({"CPU": float(cpus), "GPU": float(ray_config.num_gpus)},))
+        cluster = Cluster((own_resources(ray_config),))
         checked = checked_trials(chosen, place.root, cluster, **limits)
     with connected(ray_config):
         if not starts_ray:

@@ -15,8 +15,8 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedloom.actors.address import resolve_address
-from fedloom.actors.cluster import connected
-from fedloom.actors.placement import groups_in_line
+from fedloom.actors.cluster import connected, own_resources
+from fedloom.actors.placement import groups_in_line, groups_of_run
 from fedloom.actors.server import NAMESPACE, RemoteServer, Told
 from fedloom.experiments.terminal import where
 from fedloom.platform.federation.config import RayConfig, RunConfig
@@ -76,7 +76,8 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     root = check_results(config.results)
     if config.executor.kind == "serial" or config.dry_run:
         return run_to_end(config, make_serial, Watcher(view.started, view.round), resume)
-    if config.ray.detached and resolve_address(config.ray.address) == "local":
+    starts_ray = resolve_address(config.ray.address) == "local"
+    if config.ray.detached and starts_ray:
         raise ValueError(
             "ray.detached=true: a cluster of this run's own ends with it; start one (ray start --head), or give the "
             "address of one that runs already (ray.address=HOST:PORT)"
@@ -92,6 +93,8 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
             check_run_unowned(paths)
             world = stored_world(paths, config)
         planned_stages(world)
+    if starts_ray:
+        groups_of_run(config.executor, world.tiers, [own_resources(config.ray)], world.num_clients)
     with connected(config.ray):
         # Raises if the cluster is too small, before the server writes the run's first files.
         groups_in_line(world, view.waiting)
