@@ -19,7 +19,7 @@ from fedloom.experiments.report import content
 from fedloom.experiments.report.clients import clients_figure
 from fedloom.experiments.report.drawing import setting_label
 from fedloom.experiments.report.rounds import communication_figure, convergence_figure
-from fedloom.experiments.report.runs import report_json, summary_table, write_report
+from fedloom.experiments.report.runs import load_chosen, report_content, report_json, summary_table, write_report
 from fedloom.experiments.report.tiers import pareto_figure
 from fedloom.platform.results.writer import RunWriter
 
@@ -304,8 +304,8 @@ def test_the_page_has_a_figure_for_all_settings_of_an_experiment(tmp_path: Path)
     assert page.count("One panel per setting") == 5
     assert "a repeated seed" not in page.lower()
     write_run(tmp_path, "a3", 2)
-    page = write_report(tmp_path, [*runs, "a3"], tmp_path / "out").markdown.read_text()
-    assert page.count("A repeated seed counts once, with its mean.") == 4
+    captions = [p.caption for p in report_content(load_chosen(tmp_path, [*runs, "a3"])).pictures]
+    assert sum("A repeated seed counts once, with its mean." in caption for caption in captions) == 4
 
 
 def test_the_legend_of_a_figure_says_over_how_many_seeds_a_setting_is(tmp_path: Path) -> None:
