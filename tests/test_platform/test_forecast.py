@@ -72,8 +72,8 @@ def test_the_time_left_is_that_of_all_stages_to_come(
     config = tiny_config()
     config.method.train = replace(config.method.train, rounds=4, evaluate_every=0)
     config.method.search = replace(config.method.search, budget=12)
-    config.method.finetune = replace(config.method.finetune, rounds=4, epochs=3, clients_per_round=4)
-    config.method.rand_init = replace(config.method.rand_init, rounds=12, epochs=3, clients_per_round=4)
+    config.method.finetune = replace(config.method.finetune, rounds=4, epochs=3, clients_per_round=2)
+    config.method.rand_init = replace(config.method.rand_init, rounds=12, epochs=3, clients_per_round=2)
     rounds = told(config)
     estimated = ratios(rounds, lambda p: p.left_s)[1:]
     assert len(estimated) > 15
