@@ -16,6 +16,7 @@ from fedloom.actors.data_transfer import Origin, start_reader
 from fedloom.actors.placement import ActorGroup
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.federation.loop import RunFailedError
+from fedloom.platform.runs.logs import CONSOLE
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Member:
     """Reference of the result of `about`, which is called when the actor is created."""
     about: About | None = None
     """None until the actor has answered."""
+    joins: bool = False
+    """Whether it was started because its node has joined: the run can do without it."""
     fetches: bool = False
     """Whether its node lacks the prepared data: `answer` is then that of `fetch_data`."""
 
@@ -70,12 +73,12 @@ class ActorSet:
         self._failures: dict[str, int] = {}
         self._due: list[tuple[float, ActorGroup]] = []
 
-    def start(self, group: ActorGroup) -> None:
-        """Requests one more actor of the group."""
+    def start(self, group: ActorGroup, *, joins: bool = False) -> None:
+        """Requests one more actor of the group; with `joins`, one that is given up if its node cannot be used."""
         remote = RemoteClient.options(num_cpus=group.num_cpus, num_gpus=group.num_gpus, max_restarts=0)
         self._started += 1
         actor = remote.remote(self._spec_ref, group.num_gpus, f"client:{group.name}:{self._started} {self._run_id}")
-        self.members.append(Member(actor, group, actor.about.remote()))
+        self.members.append(Member(actor, group, actor.about.remote(), joins=joins))
         self.idle.setdefault(group.name, [])
 
     def start_due(self) -> None:
@@ -109,17 +112,24 @@ class ActorSet:
                 "a client actor (%s) could not be started: %s", name, self.start_errors[name], exc_info=error
             )
             return
-        check(about, self._source, self._plugins)
-        if about.missing_data:
-            if member.fetches:
+        try:
+            check(about, self._source, self._plugins)
+            if about.missing_data and member.fetches:
                 raise RunFailedError(about.missing_data)
+        except RunFailedError as error:
+            if not member.joins:
+                raise
+            self._end(member)
+            logger.warning("a node that has joined is not used: %s", error)
+            return
+        if about.missing_data:
             if self._reader is None:
                 self._reader = start_reader()
             member.fetches = True
             member.answer = member.actor.fetch_data.remote(Origin(self._reader, *self._paths))
             return
         if about.fetched:
-            logger.info("node %s fetched %s from the server", about.place, about.fetched)
+            CONSOLE.info("node %s fetched %s from the server", about.place, about.fetched)
         member.about, member.fetches = about, False
         self.start_errors.pop(name, None)
         self._failures.pop(name, None)
@@ -133,9 +143,13 @@ class ActorSet:
         """Whether any actor fetches its data, for which there is no time limit while it gets on."""
         return any(member.fetches for member in self.members)
 
-    def up_on(self, node_id: str) -> Member | None:
-        """An actor that is up, on this node if there is one, idle or busy; None if there is none at all."""
-        up = [member for member in self.members if member.about is not None]
+    def planned(self) -> int:
+        """How many actors there are, with those whose failed start will be repeated."""
+        return len(self.members) + len(self._due)
+
+    def up_on(self, node_id: str, but: Member | None = None) -> Member | None:
+        """An actor that is up, on this node if there is one, idle or busy, other than `but`; None if there is none."""
+        up = [member for member in self.members if member.about is not None and member is not but]
         return next((member for member in up if member.answered.node_id == node_id), next(iter(up), None))
 
     def up_and_starting(self) -> tuple[int, int]:
@@ -157,6 +171,13 @@ class ActorSet:
         """Ends an actor, if it still runs, and starts another in its place."""
         self._end(member)
         self.start(self._for_restart(member.group))
+
+    def replace_if_idle(self, member: Member) -> None:
+        """Replaces an actor that has ended while it had no job; one that had is replaced with its job."""
+        idle = self.idle[member.group.name]
+        if any(other is member for other in idle):
+            idle[:] = [other for other in idle if other is not member]
+            self.replace_lost(member)
 
     def replace_lost(self, member: Member) -> bool:
         """Replaces an actor that ended by itself; returns whether its node is lost.

@@ -3,6 +3,7 @@
 import bisect
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -256,18 +257,19 @@ T = TypeVar("T")
 
 POLL_S = 1.0
 
-READ_ONLY = "node_"
-"""How Ray's autoscaler names the types of nodes that it has not started and cannot start: this and their id."""
+READ_ONLY = re.compile("node_[0-9a-f]+")
+"""How Ray's autoscaler names the types of nodes that it has not started and cannot start: by their ids."""
 
 
 def can_grow() -> bool:
     """Whether the cluster has an autoscaler, which starts nodes when actors wait for them."""
-    if is_autoscaler_v2():  # it does not tell what it can start
+    is_client = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call] # the server will see it
+    if not is_client and is_autoscaler_v2():  # it does not tell what it can start
         return True
     status = internal_kv._internal_kv_get("__autoscaling_status")
     report = json.loads(status).get("autoscaler_report") if status else None  # there is none for the first seconds
     types: Mapping[str, str] = (report or {}).get("node_type_mapping") or {}
-    return any(not name.startswith(READ_ONLY) for name in types.values())
+    return any(not READ_ONLY.fullmatch(name) for name in types.values())
 
 
 def groups_in_line(world: World, tell: Callable[[str], None]) -> list[ActorGroup]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from fedloom.actors.actor_set import ActorSet, Member, cause_of
 from fedloom.actors.client import accept_shared_memory, place, to_arrays, unpack
@@ -25,6 +25,7 @@ from fedloom.platform.clients.execution import (
 )
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.federation.loop import RunFailedError
+from fedloom.platform.runs.logs import CONSOLE
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class Work:
 
     `waiting` holds the jobs of every group in the order in which they start, `running` is by the reference of the
     result, `finished` has the results that have not been yielded, by index in the plan. `blocks` is empty if every
-    chunk's sums are sent alone; `adding` is by the reference of a block's sum.
+    chunk's sums are sent alone; `adding` has blocks and who adds their sums, by the reference of the sum.
     """
 
     weights: Any
@@ -167,7 +168,7 @@ class Work:
     waiting: dict[str, deque[Job]]
     blocks: list[Block] = field(default_factory=list)
     running: dict[Any, Attempt] = field(default_factory=dict)
-    adding: dict[Any, Block] = field(default_factory=dict)
+    adding: dict[Any, tuple[Block, Member]] = field(default_factory=dict)
     finished: dict[int, ChunkResult] = field(default_factory=dict)
 
 
@@ -244,11 +245,8 @@ class ActorPool:
             for _ in range(group.actors):
                 self.actors.start(group)
         start_s, timeout_s, told = time.monotonic(), max(START_TIMEOUT_S, self.wait_s), False
-        while (starting := self.actors.starting()) and (
-            time.monotonic() - start_s < timeout_s or self.actors.fetching()
-        ):
-            for answer in ray.wait(starting, num_returns=1, timeout=min(POLL_S, timeout_s))[0]:
-                self.actors.take_answer(answer)
+        while self.actors.starting() and (time.monotonic() - start_s < timeout_s or self.actors.fetching()):
+            self._await_starts(min(POLL_S, timeout_s))
             if self.actors.start_errors:  # causes at this point, such as a GPU that torch does not see, persist
                 group_name, cause = next(iter(self.actors.start_errors.items()))
                 raise RunFailedError(f"a client actor ({group_name}) could not be started: {cause}")
@@ -261,7 +259,7 @@ class ActorPool:
                 return
         for group in self.groups.values():
             if not self.actors.is_up(group.name):
-                raise RunFailedError(self._no_actor(group))
+                raise RunFailedError(self._no_actor(group, timeout_s))
 
     def _missing(self, waiting: Sequence[Member]) -> str:
         needs = Counter(str(member.group) for member in waiting)
@@ -336,11 +334,12 @@ class ActorPool:
         joined = {node: room for node, room in free_rooms().items() if node not in self._nodes}
         if joined and joined == self._joined:
             self._nodes |= joined.keys()
-            most = None if self.most is None else self.most - len(self.actors.members)
+            most = None if self.most is None else max(0, self.most - self.actors.planned())
             for group in filled(list(self.groups.values()), list(joined.values()), most):
-                logger.info("%d client actors (%s) more: nodes have joined", group.actors, group.name)
+                if group.actors:
+                    CONSOLE.info("nodes have joined: %d client actors (%s) more", group.actors, group.name)
                 for _ in range(group.actors):
-                    self.actors.start(group)
+                    self.actors.start(group, joins=True)
         self._joined = joined
 
     def _dispatch(self, work: Work) -> None:
@@ -391,8 +390,8 @@ class ActorPool:
         references = [*work.running, *work.adding, *self.actors.starting()]
         ready, _ = ray.wait(references, num_returns=1, timeout=min(POLL_S, self.client_timeout_s))
         for reference in ready:
-            if (block := work.adding.pop(reference, None)) is not None:
-                self._take_sum(work, block, reference)
+            if (adding := work.adding.pop(reference, None)) is not None:
+                self._take_sum(work, *adding, reference)
                 continue
             attempt = work.running.pop(reference, None)
             if attempt is None:
@@ -424,21 +423,25 @@ class ActorPool:
         if len(block.parts) == len(block.indices):
             self._add(work, block)
 
-    def _add(self, work: Work, block: Block) -> None:
-        """Has an actor of its node add a block's sums, of which there may be none."""
+    def _add(self, work: Work, block: Block, but: Member | None = None) -> None:
+        """Has an actor of its node, other than `but`, add a block's sums, of which there may be none."""
         references = [sums for i in block.indices if (sums := block.parts[i][2]) is not None]
-        member = self.actors.up_on(block.node_id)
+        member = self.actors.up_on(block.node_id, but)
         if references and member is not None:
-            work.adding[member.actor.add.remote(references)] = block
+            work.adding[member.actor.add.remote(references)] = (block, member)
         elif references:
             self._repeat(work, block, "no client actor is up")
         else:
             work.finished.update((i, block.parts[i][1]) for i in block.indices)
 
-    def _take_sum(self, work: Work, block: Block, reference: Any) -> None:
+    def _take_sum(self, work: Work, block: Block, member: Member, reference: Any) -> None:
         """Takes a block's sum, or repeats those of its jobs that have sums if these or their sum are lost."""
         try:
             sums = unpack(ray.get(reference)).sums
+        except RayActorError:  # the sums live on without who was to add them, unless their node is lost as well
+            self.actors.replace_if_idle(member)
+            self._add(work, block, but=member)
+            return
         except RayError as error:
             self._repeat(work, block, cause_of(error))
             return
@@ -487,18 +490,18 @@ class ActorPool:
             if not jobs or self.actors.is_up(name):
                 self._down_since_s.pop(name, None)
             elif now_s - self._down_since_s.setdefault(name, now_s) >= START_TIMEOUT_S:
-                text = self._no_actor(self.groups[name])
+                text = self._no_actor(self.groups[name], START_TIMEOUT_S)
                 logger.warning("%d chunks of clients fail: %s", len(jobs), text)
                 while jobs:
                     job = jobs.popleft()
                     self._finish(work, job, job.failed(text))
 
-    def _no_actor(self, group: ActorGroup) -> str:
+    def _no_actor(self, group: ActorGroup, waited_s: float) -> str:
         cause = self.actors.start_errors.get(group.name)
         # No start error means that Ray has not placed the actor yet.
         because = f"the last one failed: {cause}" if cause else f"no node has room for it: {said_nodes()}"
         return (
-            f"no client actor ({group.name}) of {group} came up within {START_TIMEOUT_S:g} s ({because}): "
+            f"no client actor ({group.name}) of {group} came up within {waited_s:g} s ({because}): "
             "add a node or end what uses the cluster, and resume the run"
         )
 

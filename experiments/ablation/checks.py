@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -191,10 +192,10 @@ def _groups(
         least_cpus = max(tier.num_cpus for tier in tiers) * (executor.actors or 1)
         at_once = math.floor(cluster.total("CPU") / least_cpus + EPSILON)
         return [resident_group(executor, tiers, rooms, num_clients, max(1, min(trials, at_once)))]
-    try:
-        return plan_groups(executor, tiers, rooms, trials)
-    except ValueError:
-        return least_groups(executor, tiers)
+    for runs in (trials, 1) if executor.actors is not None else (trials,):  # a given number need not be split evenly
+        with suppress(ValueError):
+            return plan_groups(executor, tiers, rooms, runs)
+    return least_groups(executor, tiers)
 
 
 def check_fits(bundles: Bundles, cluster: Cluster) -> None:

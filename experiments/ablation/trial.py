@@ -151,8 +151,8 @@ class RunThread:
             mirror_run(self.config.results, paths)  # an earlier process died before its upload succeeded
             return "done", ""
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
-        is_serial = self.config.executor.kind == "serial"
-        make, watch = (make_serial, self._tell) if is_serial else metered(run_id, self._tell)
+        has_actors = self.config.executor.kind == "ray" and not self.config.dry_run
+        make, watch = metered(run_id, self._tell) if has_actors else (make_serial, self._tell)
         watcher = Watcher(self._tell_history, watch, self._stop.is_set)
         resume = (self.job.resume or Resume(run_id)) if paths.artifacts.exists() else None
         end = run_to_end(self.config, make, watcher, resume, self.job.identity)

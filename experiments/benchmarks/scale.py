@@ -185,12 +185,12 @@ class ThreadedSet(ActorSet):
 
     _process: Any = None
 
-    def start(self, group: ActorGroup) -> None:
+    def start(self, group: ActorGroup, *, joins: bool = False) -> None:
         """Adds one more actor of the group, which shares the process of the others."""
         if self._process is None:
             remote = RemoteClient.options(num_cpus=group.num_cpus, max_concurrency=group.actors, max_restarts=0)
             self._process = remote.remote(self._spec_ref, group.num_gpus)
-        self.members.append(Member(self._process, group, self._process.about.remote()))
+        self.members.append(Member(self._process, group, self._process.about.remote(), joins=joins))
         self.idle.setdefault(group.name, [])
 
 

@@ -80,6 +80,13 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
                         f"{key}{name}={shown(value)} has no effect with {key}{need.other}={given}: it is for "
                         f"{need.called}"
                     )
+    if isinstance(config, RunConfig) and (config.executor.sum_chunks or 1) > 1:
+        aggregator = getattr(getattr(config.method, "train", None), "aggregator", "mean")
+        if aggregator != "mean":
+            yield (
+                f"executor.sum_chunks={config.executor.sum_chunks} has no effect with method.train.aggregator="
+                f"{shown(aggregator)}: it is for means"
+            )
     if isinstance(config, TrainingConfig) and config.selection == "power_of_choice":
         yield from _without_choice(config, key)
     for field in fields(config):

@@ -94,7 +94,7 @@ class Recorder:
 
     def _note_gpus(self, gpus: frozenset[str]) -> None:
         """Adds GPUs to those in the run's row; warns once, also after a resume, if they are of several kinds."""
-        known = from_json(str(self.writer.run_row.get("gpus", "[]")), self.writer.paths.table("runs"))
+        known = from_json(str(self.writer.run_row.get("gpus") or "[]"), self.writer.paths.table("runs"))
         new = sorted(gpus.difference(known))
         if new:
             self.writer.update_run(gpus=json.dumps([*known, *new]))

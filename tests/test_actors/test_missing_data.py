@@ -35,6 +35,7 @@ from fedloom.platform.federation.algorithm import RoundResult
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RunFailedError, merge_chunks
 from fedloom.platform.federation.world import build_world
+from fedloom.platform.runs.logs import CONSOLE
 from fedloom.platform.spaces.slices import Slice, Weights
 
 # The workers cannot import this file.
@@ -226,7 +227,6 @@ def test_a_node_without_the_data_fetches_it_once_and_gives_the_same_bits_however
     ray_cluster: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("fedloom.actors.actor_set.RemoteClient", on_a_node_without_data(tmp_path / "cache"))
     take_answer, passed_s = ActorSet.take_answer, [0.0]
@@ -238,8 +238,9 @@ def test_a_node_without_the_data_fetches_it_once_and_gives_the_same_bits_however
     monkeypatch.setattr(ActorSet, "take_answer", for_long)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0], sleep=time.sleep)
     monkeypatch.setattr("fedloom.actors.pool.time", clock)
-    with caplog.at_level("INFO"):
-        pool = ActorPool(spec, [ActorGroup("clients", 2, 0.0, 0.0)])
+    said: list[str] = []
+    monkeypatch.setattr(CONSOLE, "info", lambda text, *values: said.append(text % values))
+    pool = ActorPool(spec, [ActorGroup("clients", 2, 0.0, 0.0)])
     try:
         result, expected = round_of(pool), round_of(SerialExecutor(Worker(spec)))
         assert [(r.status, r.samples) for r in result.client_results] == [("ok", 36)] * 8
@@ -248,7 +249,7 @@ def test_a_node_without_the_data_fetches_it_once_and_gives_the_same_bits_however
     finally:
         pool.close()
     assert passed_s[0]
-    (line,) = [r.getMessage() for r in caplog.records if "fetched" in r.getMessage()]
+    (line,) = said
     assert re.fullmatch(
         r"node [^ ]+/\w{8} fetched the data set digits-\w+ \([\d.]+ kB\) and the partition digits-\w+ \([\d.]+ kB\) "
         "from the server",

@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from fedloom.actors.actor_set import Member
 from fedloom.actors.client import ADD, WATCH, ClientActor, place
 from fedloom.actors.placement import ActorGroup, bundles_of, can_grow, free_rooms, total
 from fedloom.actors.pool import ActorPool, Block, Work
@@ -336,33 +337,43 @@ def test_shares_of_a_gpu_are_placed_on_the_node_that_has_one(
         cluster.remove_node(third)
 
 
-class LosesTheFirstSum(ActorPool):
-    """Loses the actor that adds the first sums."""
+def fail() -> None:
+    raise ValueError("an object is lost")
 
-    lost = False
 
-    def _add(self, work: Work, block: Block) -> None:
-        member = self.actors.up_on(block.node_id)
-        if not self.lost and member is not None:
-            self.lost = True
+class LosesSums(ActorPool):
+    """Loses the sums of the first block, and who was to add those of the next one."""
+
+    blocks = 0
+
+    def _add(self, work: Work, block: Block, but: Member | None = None) -> None:
+        member = self.actors.up_on(block.node_id, but)
+        assert member is not None
+        self.blocks += 1
+        if self.blocks == 1:
+            work.adding[ray.remote(fail).options(num_cpus=0).remote()] = (block, member)
+            return
+        if self.blocks == 2:
             ray.kill(member.actor)
             with suppress(RayError):
                 while True:  # it may still answer
                     ray.get(member.actor.position.remote())
-        super()._add(work, block)
+        super()._add(work, block, but)
 
 
-def test_sums_that_are_lost_are_computed_again(
+def test_sums_that_are_lost_are_computed_again_and_those_whose_adder_is_lost_are_not(
     spec: WorkerSpec, cluster: Cluster, second_node: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = [Adds(value) for value in (1e8, 1.0, -1e8, 1.0, 3.0)]
-    pool = LosesTheFirstSum(spec, [ActorGroup("clients", 2, 1.0, 0.0)], sum_chunks=2)
+    pool = LosesSums(spec, [ActorGroup("clients", 2, 1.0, 0.0)], sum_chunks=2)
     try:
         result = merge_chunks(pool.run(planned(tasks), SharedWeights(OLD, "w@0")), together=2)
         assert_same_round(result, serially(spec, tasks, together=2))
+        assert pool.blocks == 5, "one is repeated, one is added by another"
+        wait_until(lambda: len(pool.actors.members) == 2, "the lost actor to be replaced")
     finally:
         pool.close()
-    assert "the sums of 2 chunks are lost: " in caplog.text
+    assert len(re.findall("the sums of [12] chunks are lost: ", caplog.text)) == 1
 
 
 def test_a_resident_client_comes_up_elsewhere_when_its_node_is_lost(

@@ -72,6 +72,7 @@ def test_what_the_whole_cluster_cannot_hold_is_refused_at_once(slept: list[float
         ({"autoscaler_report": {"node_type_mapping": None}}, False),
         ({"autoscaler_report": {"node_type_mapping": {"f00": "node_f00"}}}, False),
         ({"autoscaler_report": {"node_type_mapping": {"f00": "head"}}}, True),
+        ({"autoscaler_report": {"node_type_mapping": {"f00": "node_head"}}}, True),
     ],
 )
 def test_a_cluster_grows_that_has_an_autoscaler(monkeypatch: pytest.MonkeyPatch, status: Any, grows: bool) -> None:

@@ -52,6 +52,8 @@ def test_a_number_of_actors_is_kept_to() -> None:
     assert need(cluster(8), 1, actors=3) == (CPU,) * 3
     assert need(cluster(8), 100, actors=3) == (CPU,) * 3
     assert need(cluster(2), 4, actors=2) == (CPU,) * 2
+    mixed = make_tiers([1.0, 2.0], num_gpus=[1.0, 0.0])
+    assert need(cluster((8, 1)), 3, mixed, actors=4) == ({"CPU": 1.0, "GPU": 1.0}, *(CPU,) * 3), "not evenly"
 
 
 def test_an_actor_takes_the_cpus_of_the_hungriest_tier() -> None:
