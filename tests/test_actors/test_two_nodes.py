@@ -298,6 +298,7 @@ class Pretends(ClientActor):
             super().__init__(spec, gpu_share, name)
 
 
+@pytest.mark.slow
 def test_shares_of_a_gpu_are_placed_on_the_node_that_has_one(
     spec: WorkerSpec,
     tiny_config: Config,
@@ -420,6 +421,7 @@ def test_clients_fail_with_the_reason_if_no_actor_comes_up(
     try:
         ray.get(holder.ready.remote(), timeout=PATIENCE_S)
         pool = CountsLooks(spec, [ActorGroup("clients", 1, 1.0, 0.0)], actor_attempts=2)
+        pool.looks = 0
         monkeypatch.setattr("fedloom.actors.pool.START_TIMEOUT_S", 1.0)
         loser = LosesANode(pool, cluster, second_node, tmp_path, "train", 3, at_work=1)
         result = merge_chunks(loser.run(planned([Adds(1.0)] * 3), SharedWeights(OLD, "w@0")))

@@ -165,6 +165,7 @@ def test_what_ray_prints_of_a_cluster_that_it_reaches_is_shown(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ray.init", lambda **_: os.write(2, b"a warning\n"))
+    monkeypatch.setattr("fedloom.actors.cluster._unpack_jobs_files", lambda _folder: None)
     with connected(RayConfig(address="there")):
         os.write(2, b"afterwards\n")
     assert capfd.readouterr().err == "a warning\nafterwards\n"
