@@ -175,8 +175,8 @@ class ActorSet:
     def replace_if_idle(self, member: Member) -> None:
         """Replaces an actor that has ended while it had no job; one that had is replaced with its job."""
         idle = self.idle[member.group.name]
-        if any(other is member for other in idle):
-            idle[:] = [other for other in idle if other is not member]
+        if member in idle:
+            idle.remove(member)
             self.replace_lost(member)
 
     def replace_lost(self, member: Member) -> bool:

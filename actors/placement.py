@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import ray
@@ -182,9 +183,9 @@ def resident_group(
         counts = ((math.floor(inside.cpus / cpus + ROUNDING), inside.holds(gpus)) for inside in insides)
         return sum(map(min, counts)) >= actors * runs
 
-    first_k = math.ceil(1 / num_gpus - ROUNDING) if num_gpus else 1
-    parts = [math.floor(UNITS / k) / UNITS for k in range(max(1, first_k), UNITS + 1)] if num_gpus else []
-    gpus = next((share for share in (num_gpus, *parts) if fit(1 / UNITS, share)), None)
+    kth = range(max(1, math.ceil(1 / num_gpus - ROUNDING)), UNITS + 1) if num_gpus else ()
+    shares = chain([num_gpus], (math.floor(UNITS / k) / UNITS for k in kth))
+    gpus = next((share for share in shares if fit(1 / UNITS, share)), None)
     if gpus is None:
         there = total([{"CPU": 0.0}, *rooms])
         raise ValueError(
