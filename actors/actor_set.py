@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -44,6 +44,10 @@ class Member:
     """Whether it was started because its node has joined: the run can do without it."""
     fetches: bool = False
     """Whether its node lacks the prepared data: `answer` is then that of `fetch_data`."""
+    sent: int = 0
+    """The number of jobs that it has been sent."""
+    jobs: list[Any] = field(default_factory=list)
+    """References of the results of those that are not finished: one at work, and perhaps the next one."""
 
     @property
     def answered(self) -> About:

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -98,6 +98,14 @@ def source_of(spec: WorkerSpec) -> str:
     return source_hash(sources_of(spec.plugins))
 
 
+class Position(NamedTuple):
+    """Where an actor is: the number of its job, the index in the chunk of the client, and that one's seconds so far."""
+
+    job: int
+    client: int
+    for_s: float
+
+
 class ClientActor:
     """Runs chunks of assignments, for any client or (if resident) for one client only.
 
@@ -115,7 +123,8 @@ class ClientActor:
         device = assigned_device(gpu_share)
         self.worker = Worker(replace(spec, device=device, device_bytes=memory_of(device, gpu_share), node=here))
         self._runner = ChunkRunner(self.worker)
-        self._at: tuple[int, float] | None = None
+        self._jobs = 0
+        self._at: tuple[int, int, float] | None = None
 
     def __repr__(self) -> str:
         return self._name
@@ -141,6 +150,7 @@ class ClientActor:
 
     def run_chunk(self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str) -> PackedResult:
         """Runs the chunk on the shared weights, which are mapped into memory, or uploaded, once per version."""
+        self._jobs += 1
         # Some builds of torch keep the thread count per calling thread.
         torch.set_num_threads(self.worker.spec.threads)
         result = self._runner.run(chunk, version, lambda: to_tensors(ray.get(weights_ref[0])), self._begins)
@@ -165,16 +175,13 @@ class ClientActor:
         return pack(ChunkResult(total))
 
     def _begins(self, index: int) -> None:
-        self._at = (index, time.monotonic())
+        self._at = (self._jobs, index, time.monotonic())
 
     @ray.method(concurrency_group=WATCH)
-    def position(self) -> tuple[int, float] | None:
-        """Index in the chunk of the running assignment and the seconds since it started; None if none is running.
-
-        Answers while `run_chunk` runs.
-        """
+    def position(self) -> Position | None:
+        """Answers while `run_chunk` runs; None if it does not."""
         at = self._at
-        return None if at is None else (at[0], time.monotonic() - at[1])
+        return None if at is None else Position(at[0], at[1], time.monotonic() - at[2])
 
 
 RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1, ADD: 1})(ClientActor)  # type: ignore[call-overload]

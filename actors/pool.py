@@ -1,6 +1,7 @@
-"""The Ray executor: a fixed pool of client actors, each of which takes the next chunk when it is idle."""
+"""The Ray executor: a pool of client actors, each of which has a chunk at work, and the next one while many wait."""
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from fedloom.actors.actor_set import ActorSet, Member, cause_of
-from fedloom.actors.client import accept_shared_memory, place, to_arrays, unpack
+from fedloom.actors.client import Position, accept_shared_memory, place, to_arrays, unpack
 from fedloom.actors.placement import ActorGroup, Rooms, filled, free_rooms, said_free, whole_rooms
 from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import (
@@ -137,8 +138,10 @@ class Attempt:
 
     job: Job
     member: Member
+    number: int
+    """How many jobs the actor has been sent, with this one."""
     since_s: float
-    """Start of that client on the monotonic clock, as last reported."""
+    """Start of that client on the monotonic clock, as last reported; infinite while the actor has another job."""
     looked_s: float
     """Time of the last request for the position, on the monotonic clock."""
     position: int = 0
@@ -347,17 +350,48 @@ class ActorPool:
         self._use_new_nodes()
         for group, jobs in work.waiting.items():
             while jobs and (member := self.actors.take(group)):
-                job = self._next_job(work, jobs, member.answered.node_id)
-                job.attempts += 1
-                chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
-                now_s = time.monotonic()
-                sums = None
-                if work.blocks:
-                    call = member.actor.run_part.options(num_returns=2)
-                    reference, sums = call.remote(chunk, [work.weights], work.version)
-                else:
-                    reference = member.actor.run_chunk.remote(chunk, [work.weights], work.version)
-                work.running[reference] = Attempt(job, member, since_s=now_s, looked_s=now_s, sums=sums)
+                self._send(work, jobs, member)
+            # A second job for those at work, so that none waits for the next call. The last jobs go to who is idle
+            # first.
+            at_work = [member for member in self.actors.members if member.jobs and member.group.name == group]
+            for member in at_work if len(jobs) > len(at_work) else ():
+                if len(member.jobs) == 1:
+                    self._send(work, jobs, member)
+
+    def _send(self, work: Work, jobs: deque[Job], member: Member) -> None:
+        """Sends an actor one of these jobs, which it begins as soon as it has no other."""
+        job = self._next_job(work, jobs, member.answered.node_id)
+        job.attempts += 1
+        chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
+        sums = None
+        if work.blocks:
+            call = member.actor.run_part.options(num_returns=2)
+            reference, sums = call.remote(chunk, [work.weights], work.version)
+        else:
+            reference = member.actor.run_chunk.remote(chunk, [work.weights], work.version)
+        now_s = time.monotonic()
+        since_s = math.inf if member.jobs else now_s
+        member.sent += 1
+        member.jobs.append(reference)
+        work.running[reference] = Attempt(job, member, member.sent, since_s, looked_s=now_s, sums=sums)
+
+    def _ended(self, work: Work, member: Member, reference: Any) -> None:
+        """Notes that an actor has finished a job: it begins its next one, or is idle."""
+        member.jobs.remove(reference)
+        if not member.jobs:
+            self.actors.give_back(member)
+            return
+        begun = work.running[member.jobs[0]]
+        begun.since_s = min(begun.since_s, time.monotonic())
+
+    @staticmethod
+    def _withdraw(work: Work, member: Member) -> None:
+        """Takes back the jobs that an actor which is replaced has not begun."""
+        for reference in member.jobs:
+            if (attempt := work.running.pop(reference, None)) is not None:
+                attempt.job.attempts -= 1
+                work.waiting[member.group.name].appendleft(attempt.job)
+        member.jobs.clear()
 
     def _next_job(self, work: Work, jobs: deque[Job], node_id: str) -> Job:
         """The first job of a block that is on this node or on none yet, or else the first job."""
@@ -400,12 +434,14 @@ class ActorPool:
             try:
                 result = unpack(ray.get(reference))
             except RayError as error:
-                self._recover(work, attempt, error)
+                self._recover(work, attempt, reference, error)
             else:
-                self.actors.give_back(attempt.member)
+                self._ended(work, attempt.member, reference)
                 self._finish(work, attempt.job, attempt.job.finished(result), attempt.sums)
         for reference, attempt in list(work.running.items()):
             now_s = time.monotonic()
+            if reference not in work.running or attempt.since_s > now_s:
+                continue
             self._look(attempt, now_s)
             if now_s - attempt.since_s >= attempt.job.time_limit_s(self.client_timeout_s):
                 del work.running[reference]
@@ -466,9 +502,15 @@ class ActorPool:
         if len(block.parts) == len(block.indices):
             self._add(work, block)
 
-    def _recover(self, work: Work, attempt: Attempt, error: RayError) -> None:
+    def _recover(self, work: Work, attempt: Attempt, reference: Any, error: RayError) -> None:
         """Repeats a job whose actor has ended, unless that was its last attempt."""
         job, member, cause = attempt.job, attempt.member, cause_of(error)
+        if attempt.since_s == math.inf:  # the actor ended at work on another job, which has the same error
+            member.jobs.remove(reference)
+            job.attempts -= 1
+            work.waiting[member.group.name].appendleft(job)
+            return
+        self._withdraw(work, member)
         about = member.answered
         who = ", ".join(named_client(a) for a in job.chunk.assignments)
         where = f"node {about.node} (pid {about.pid})"
@@ -514,15 +556,15 @@ class ActorPool:
             return
         attempt.looked_s = now_s
         try:
-            at: tuple[int, float] | None = ray.get(attempt.member.actor.position.remote(), timeout=ANSWER_S)
+            at: Position | None = ray.get(attempt.member.actor.position.remote(), timeout=ANSWER_S)
         except (GetTimeoutError, RayError):
             # A dead actor is detected through its result. An actor that holds the interpreter lock counts as hanging.
             return
-        if at is not None:
+        if at is not None and at.job == attempt.number:  # else its result is on the way
             # Measured by the actor from the start of this client, without the chunk's earlier clients.
-            if at[0] != attempt.position:
+            if at.client != attempt.position:
                 attempt.named_after_s = 0.0
-            attempt.position, attempt.since_s = at[0], now_s - at[1]
+            attempt.position, attempt.since_s = at.client, now_s - at.for_s
 
     def _name_if_slow(self, attempt: Attempt) -> None:
         """Names a client in the log that has been at work for long, and again whenever that time has doubled."""
@@ -539,6 +581,7 @@ class ActorPool:
         """Replaces the actor of a client that hangs; what else is left of its chunk is repeated."""
         job, member = attempt.job, attempt.member
         job.attempts -= 1
+        self._withdraw(work, member)
         self.actors.replace(member)
         if job.stack > 1:  # one by one, who hangs is told apart
             limit_s = job.time_limit_s(self.client_timeout_s)

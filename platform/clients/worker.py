@@ -227,5 +227,8 @@ class Worker:
 def own_randomness(generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """Seeds torch's global generators, which dropout draws from, with `generator`'s seed; restores them on exit."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(generator.initial_seed())
+        # `torch.manual_seed` also tells devices that nobody has used, and formats the stack for each: .7 ms a client.
+        torch.default_generator.manual_seed(generator.initial_seed())
+        if device.type == "cuda":
+            torch.cuda.manual_seed(generator.initial_seed())
         yield

@@ -291,6 +291,24 @@ def test_a_lost_node_counts_once_however_many_of_its_actors_had_the_client(
         pool.close()
 
 
+def test_a_chunk_that_waits_at_an_actor_is_neither_late_nor_blamed_for_its_end(
+    spec: WorkerSpec, ray_cluster: None, tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    dying = [DiesTwice(str(tmp_path / name)) for name in ("first", "second")]
+    naps = [Adds(1.0, nap_s=1.0), Adds(2.0, nap_s=60.0), Adds(3.0, nap_s=1.0), Adds(4.0)]
+    pool = ActorPool(spec, [ActorGroup("clients", 1, 0.0, 0.0)], client_timeout_s=1.9)
+    try:
+        results = pool.run(make_chunks(planned([*dying, *naps]), 1), SharedWeights(OLD, "w"))
+        assert [len(member.jobs) for member in pool.actors.members] == [2], "it has its next chunk already"
+        statuses = [report.status for report in reports_of(list(results))]
+        assert [len(member.jobs) for member in pool.actors.members] == [0]
+    finally:
+        pool.close()
+    assert statuses == ["ok", "ok", "ok", "timed_out", "ok", "ok"]
+
+
 def test_an_actor_without_the_data_is_refused_in_one_line(spec: WorkerSpec, ray_cluster: None) -> None:
     place = f"{os.uname().nodename}/{ray.get_runtime_context().get_node_id()[:8]}"
     with pytest.raises(RunFailedError) as refusal:
