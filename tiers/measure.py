@@ -1,7 +1,7 @@
 """Measures the cost of a module on an input: multiply-accumulates, parameters, activation memory and latency."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
     from fedloom.tiers.shapes import ShapesOnly
@@ -50,18 +51,32 @@ def shapes_only() -> "ShapesOnly":
     return ShapesOnly()
 
 
-def _forward_on_meta(module: nn.Module, x: Tensor) -> int:
+def _one_of(x: Any, device: str) -> Any:
+    """The first sample of a batch of one or several tensors."""
+    return {name: t[:1].to(device) for name, t in x.items()} if isinstance(x, Mapping) else x[:1].to(device)
+
+
+def _forward_on_meta(module: nn.Module, x: Any) -> int:
     """Returns the multiply-accumulates."""
     # Only shapes are needed: meta tensors do no arithmetic, and the module's own tensors and buffers stay unchanged.
     tensors = {name: t.to("meta") for name, t in chain(module.named_parameters(), module.named_buffers())}
     shapes = shapes_only()
-    with torch.no_grad(), _evaluation_mode(module), shapes:
-        functional_call(module, tensors, (x[:1].to("meta"),))
+    with torch.no_grad(), _evaluation_mode(module):
+        try:
+            with shapes:
+                functional_call(module, tensors, (_one_of(x, "meta"),))
+        except RuntimeError:
+            if next(iter(tensors.values())).is_meta and next(module.parameters()).is_meta:
+                raise
+            # What it does depends on values: it runs for real, with attention as matrix products, which count.
+            shapes.macs = 0
+            with shapes, sdpa_kernel(SDPBackend.MATH):
+                module(_one_of(x, "cpu"))
     return shapes.macs
 
 
-def macs_of(module: nn.Module, x: Tensor) -> int:
-    """Multiply-accumulates of one forward pass of one sample (the first of the batch `x`).
+def macs_of(module: nn.Module, x: Any) -> int:
+    """Multiply-accumulates of one forward pass of one sample (the first of the batch `x`, a tensor or several by name).
 
     Only convolutions and matrix products count, as in `torch.utils.flop_counter`; normalisation, activation, pooling
     and additions count 0.
@@ -77,12 +92,12 @@ def parameters_of(module: nn.Module) -> int:
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(item)
 
 
-def activation_bytes_of(module: nn.Module, x: Tensor) -> int:
+def activation_bytes_of(module: nn.Module, x: Any) -> int:
     """Peak activation memory of one forward pass of one sample (the first of the batch `x`), in bytes.
 
     It is the maximum, over all leaf modules (those without children), of the bytes of the distinct tensors among the

@@ -12,6 +12,8 @@ added up in one go. The command does the same on any number of processes and dev
 client, and goes on after a crash; its rounds are in `platform/federation/algorithm.py`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -51,9 +53,7 @@ def batches(num_samples: int, generator: torch.Generator) -> list[Tensor]:
     return [*torch.randperm(num_samples, generator=generator).split_with_sizes(sizes)]
 
 
-def client_update(
-    model: torch.nn.Module, weights: Weights, data: tuple[Tensor, Tensor], places: tuple[int, int]
-) -> Update:
+def client_update(model: torch.nn.Module, weights: Weights, data: tuple[Any, Any], places: tuple[int, int]) -> Update:
     """What a client does: SGD from the weights that it received; it sends its weights and how many samples it has."""
     model.load_state_dict(weights)
     model.train()

@@ -35,6 +35,7 @@ from fedloom.platform.clients.networks import ESTIMATED, Subnet
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.trees import single
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fedoras import FedorASConfig
@@ -140,7 +141,7 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
             f"an export is checked on validation data, of which this run has {len(data)} samples: it needs a run "
             "with a larger data.validation_share"
         )
-    sample, _ = data.tensors(slice(2))
+    sample = single(data.tensors(slice(2))[0], "an export")
     encoded = encode(module, sample, formats)
     comparison = compare(
         _reference(worker, chosen, module), {kind: file.forward for kind, file in encoded.items()}, data

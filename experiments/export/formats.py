@@ -17,6 +17,7 @@ from fedloom.platform.clients.evaluation import batches_of
 from fedloom.platform.clients.objectives import IGNORED
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.data.dataset import StoredSamples
+from fedloom.platform.data.trees import single
 from fedloom.platform.results.checkpoint import from_bytes, to_bytes
 
 FORMATS = ("safetensors", "pt2", "onnx")
@@ -183,7 +184,7 @@ def compare(reference: Forward, files: Mapping[str, Forward], data: Samples | St
     """
     agreements = {name: Agreement() for name in files}
     correct = targets = samples = 0
-    for x_B, y_B in batches_of(data):
+    for x_B, y_B in ((single(x, "an export"), single(y, "an export")) for x, y in batches_of(data)):
         logits, counts = reference(x_B), y_B != IGNORED
         correct += int((logits.argmax(dim=1) == y_B).sum())
         targets += int(counts.sum())

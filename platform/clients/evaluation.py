@@ -7,19 +7,22 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedloom.platform.clients.assignments import CONFUSION, PARAGRAPH, Measurement
+from fedloom.platform.data import trees
+from fedloom.platform.data.trees import Tree, first, mapped, rows_of, single
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import architecture_id
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.objectives import Objective
-    from fedloom.platform.clients.training import Samples
+    from fedloom.platform.clients.training import Outputs, Samples
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.data.dataset import StoredSamples
     from fedloom.platform.spaces.slices import Architecture
@@ -34,18 +37,25 @@ READ_BYTES = 2**26
 
 def batches_of(data: Samples | StoredSamples, sizes: list[int] | None = None) -> Iterator[Samples]:
     """The samples in batches, of the given sizes if they matter; stored samples are read some batches at a time."""
-    per_position = data[1].dim() > 1 if isinstance(data, tuple) else data.per_position
+    per_position = labels_positions(data[1]) if isinstance(data, tuple) else data.per_position
     # The logits of every position make a batch of texts far larger than one of images.
     split = sizes or (EVALUATED // 8 if per_position else EVALUATED)
     if not isinstance(data, tuple):
-        most = max(1, READ_BYTES // (8 * math.prod(data.dataset.input_shape)))
+        shapes = data.dataset.input_shape
+        values = sum(map(math.prod, shapes.values() if isinstance(shapes, Mapping) else [shapes]))
+        most = max(1, READ_BYTES // (8 * values))
         batches = [rows_B for rows_B in torch.split(torch.arange(len(data)), split) if len(rows_B)]
         # A GPU is sent the places of the samples once per reading, not once per batch.
         for _, read in itertools.groupby(batches, lambda rows_B: int(rows_B[-1]) // most):
             rows = list(read)
             yield from batches_of(data.tensors(torch.cat(rows).numpy()), [len(rows_B) for rows_B in rows])
-    elif len(data[1]):
-        yield from zip(torch.split(data[0], split), torch.split(data[1], split), strict=True)
+    elif rows_of(data[1]):
+        yield from zip(trees.split(data[0], split), trees.split(data[1], split), strict=True)
+
+
+def labels_positions(y: Tree) -> bool:
+    """Whether labels are (n, T), one per position of a text."""
+    return isinstance(y, Tensor) and y.dim() > 1 and not y.is_floating_point()
 
 
 @dataclass(frozen=True)
@@ -72,11 +82,11 @@ class _Sums:
     targets: Tensor | int = 0  # on the device, if it depends on the data: it is read once, at the end
     samples: int = 0
 
-    def add(self, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
+    def add(self, outputs: Outputs, y_B: Tree, objective: Objective) -> None:
         self.loss += objective.loss_sum(outputs, y_B).double()
         self.metric += objective.metric_sum(outputs, y_B).double()
         self.targets = self.targets + objective.counted(outputs, y_B)
-        self.samples += len(y_B)
+        self.samples += rows_of(y_B)
         for name, value in objective.more(outputs, y_B).items():
             self.more[name] = self.more.get(name, torch.zeros_like(self.loss)) + value.double()
 
@@ -88,7 +98,7 @@ class _Sums:
 
 
 def evaluate(
-    forward: Callable[[Tensor], Tensor],
+    forward: Callable[[Any], Outputs],
     data: Samples | StoredSamples,
     objective: Objective,
     sizes: list[int] | None = None,
@@ -99,7 +109,7 @@ def evaluate(
 
 @torch.no_grad()
 def evaluate_all(
-    outputs_of: Callable[[Tensor], Iterable[Tensor]],
+    outputs_of: Callable[[Any], Iterable[Outputs]],
     networks: int,
     data: Samples | StoredSamples,
     objective: Objective,
@@ -109,7 +119,8 @@ def evaluate_all(
     sums, per_position = list[_Sums](), False
     for x_B, y_B in batches_of(data, sizes):
         if not sums:
-            zero, per_position = torch.zeros((), dtype=torch.float64, device=x_B.device), y_B.dim() > 1
+            zero = torch.zeros((), dtype=torch.float64, device=first(x_B).device)
+            per_position = labels_positions(y_B)
             sums = [_Sums(zero.clone(), zero.clone()) for _ in range(networks)]
         for of_network, outputs in zip(sums, outputs_of(x_B), strict=True):
             of_network.add(outputs, y_B, objective)
@@ -124,10 +135,10 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 @torch.no_grad()
 def estimate_statistics(
     module: nn.Module,
-    x: Tensor,
+    x: Tree,
     batch_size: int = 128,
     *,
-    forward: Callable[[Tensor], object] | None = None,
+    forward: Callable[[Any], object] | None = None,
     norms: Iterable[BatchNorm] | None = None,
 ) -> None:
     """Replaces the running statistics of the module's batch norms by those of the inputs `x` (n, ...).
@@ -143,13 +154,13 @@ def estimate_statistics(
         norm.train()
     # The batches differ by at most one sample, because they have the same weight and a batch of one sample may have no
     # variance. Each takes every k-th sample: if samples are grouped by client, consecutive ones have less variance.
-    batches = math.ceil(len(x) / batch_size)
+    batches = math.ceil(rows_of(x) / batch_size)
     try:
-        for first in range(batches):
+        for start in range(batches):
             for norm in norms:
                 # What torch computes for a momentum of None, but from its own count, which is on the device.
-                norm.momentum = 1.0 / (first + 1)
-            forward(x[first::batches])
+                norm.momentum = 1.0 / (start + 1)
+            forward(mapped(itemgetter(slice(start, None, batches)), x))
     finally:  # a worker uses the module again after an error
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
@@ -163,7 +174,7 @@ MOST_CLASSES = 35
 PROMPT, WRITTEN = 20, {"characters": 300, "words": 60}
 """Tokens of the test text that are given, and tokens that are written."""
 
-Forward = Callable[[Tensor], Tensor]
+Forward = Callable[[Any], Any]
 
 
 class Predictions:
@@ -173,10 +184,11 @@ class Predictions:
         self.forward = forward
         self.classes: list[Tensor] = []
 
-    def __call__(self, x_B: Tensor) -> Tensor:
+    def __call__(self, x_B: Tree) -> Outputs:
         outputs = self.forward(x_B)
-        if outputs.dim() == 2:
-            self.classes.append(outputs.argmax(dim=1))
+        logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+        if isinstance(logits, Tensor) and logits.dim() == 2:
+            self.classes.append(logits.argmax(dim=1))
         return outputs
 
 
@@ -185,6 +197,8 @@ def details_of(
 ) -> list[Measurement]:
     """The confusion matrix of a classifier that has predicted the data, the paragraph of a language model."""
     names, shown = worker.class_names(architecture), architecture_id(architecture)
+    if not data.dataset.has_labels:
+        return []
     if not data.per_position:
         return confusion(forward.classes, data.labels, names, model, shown)
     return paragraph(worker, forward.forward, data, names, model, shown)
@@ -225,7 +239,8 @@ def paragraph(
     The value is the mean loss of what is written, in nats per token; `detail` is JSON: the beginning, and what is
     written after it. The draws depend only on the run's seed and the model's name.
     """
-    whole_texts = (x_B[(y_B >= 0).sum(dim=1) == x_B.shape[1]] for x_B, y_B in batches_of(data))
+    texts_of = ((single(x_B, PARAGRAPH), single(y_B, PARAGRAPH)) for x_B, y_B in batches_of(data))
+    whole_texts = (x_B[(y_B >= 0).sum(dim=1) == x_B.shape[1]] for x_B, y_B in texts_of)
     x = next((texts[0] for texts in whole_texts if len(texts)), None)
     if x is None:
         return []

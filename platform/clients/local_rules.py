@@ -33,6 +33,7 @@ from fedloom.platform.clients.training import (
     minimised,
 )
 from fedloom.platform.data.on_device import moved
+from fedloom.platform.data.trees import rows_of, split
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, is_import_path
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import ZERO_OR_MORE
@@ -162,11 +163,12 @@ def gradients_at(
     worker.set_mode(network.module, training=True)
     objective, (x, y) = worker.objective.for_client(data[1]), data
     generator = torch_stream(worker.spec.training_seed, "gradients", *places_of(assignment))
-    batches = zip(*(torch.split(t, epoch_sizes(len(y), local.batch_size)) for t in (x, y)), strict=True)
+    sizes = epoch_sizes(rows_of(y), local.batch_size)
+    batches = zip(split(x, sizes), split(y, sizes), strict=True)
     with worker.randomness(network.module, generator):
         for x_B, y_B in batches:
             loss = minimised(objective, network.forward(x_B), y_B, network.loss)
-            (loss * (len(y_B) / len(y))).backward()  # type: ignore[no-untyped-call]
+            (loss * (rows_of(y_B) / rows_of(y))).backward()  # type: ignore[no-untyped-call]
     gradients = {
         name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in tensors.items() if t.requires_grad
     }

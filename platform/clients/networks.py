@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ ESTIMATED, AVERAGED = "estimated", "averaged"
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Assignment
-    from fedloom.platform.clients.training import Loss, Samples, Trained
+    from fedloom.platform.clients.training import Loss, Outputs, Samples, Trained
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.spaces.base import SearchSpace
     from fedloom.platform.spaces.capabilities import SumsOptions
@@ -40,7 +40,7 @@ class Network:
     """A network in one of the worker's modules; because modules are re-used, its weights are loaded before each use.
 
     Attributes:
-        forward: returns the logits of a batch.
+        forward: returns the outputs of a batch.
         slices: its tensors by name, as slices of the weights that are loaded.
         macs: MACs of the forward pass of one sample.
         architecture, subspace: its id in the tables, if it is an architecture or a subspace.
@@ -50,7 +50,7 @@ class Network:
     """
 
     module: nn.Module
-    forward: Callable[[Tensor], Tensor]
+    forward: Callable[[Any], Outputs]
     slices: SliceMap
     macs: float
     architecture: str | None = None
@@ -146,11 +146,13 @@ class Subnet:
         """The network; it does not depend on the assignment."""
         del assignment
         module = worker.subnet(self.architecture)
-        whole_tensors = {name: Slice(name) for name in worker.tensors_of(module)} if self.stand_alone else None
+        slices = worker.space.slices(self.architecture)
+        if self.stand_alone:
+            slices = {name: Slice(name) for name in worker.tensors_of(module) if name in slices}
         return Network(
             module,
-            lambda x: cast(Tensor, module(x)),
-            whole_tensors or worker.space.slices(self.architecture),
+            module,
+            slices,
             worker.spec.macs_table.cost(self.architecture),
             architecture=architecture_id(self.architecture),
         )

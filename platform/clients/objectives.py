@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.data.trees import rows_of, single
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming
 from fedloom.platform.settings import UP_TO_A_MILLION
 
@@ -15,14 +16,24 @@ IGNORED = -100
 """The target of padding in a text; loss and metrics ignore it."""
 
 
+def logits_of(outputs: Any) -> Tensor:
+    """The logits of a network that gives them alone, or as `logits` among several outputs by name."""
+    logits = outputs.get("logits", outputs) if isinstance(outputs, Mapping) else outputs
+    if isinstance(logits, Tensor):
+        return logits
+    kind = f"outputs named {', '.join(map(str, logits))}" if isinstance(logits, Mapping) else type(logits).__name__
+    raise ValueError(f"the network gives {kind}: give logits, or outputs by name with `logits`, or an objective of own")
+
+
 class Objective:
     """Cross entropy and accuracy over the targets that count: one per image, one per position of a text.
 
-    Outputs are logits (B, classes) or (B, classes, T), targets (B,) or (B, T). Subclasses override single methods; the
-    keyword parameters of their constructors are options (`objective.options.NAME`).
+    Outputs are logits (B, classes) or (B, classes, T), alone or as `logits` among several outputs by name; targets are
+    (B,) or (B, T). Subclasses override single methods and may take any outputs and targets; the keyword parameters of
+    their constructors are options (`objective.options.NAME`).
     """
 
-    def for_client(self, targets: Tensor) -> "Objective":
+    def for_client(self, targets: Any) -> "Objective":
         """The objective of a client with these training targets; by default the same for all clients."""
         del targets
         return self
@@ -32,33 +43,33 @@ class Objective:
         """The classes whose rows of the classifier this client's update counts in, ascending; None for all."""
         return None
 
-    def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def targets(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """The outputs and targets that loss and metrics are computed on; targets equal to `IGNORED` do not count."""
-        return outputs, targets
+        return logits_of(outputs), targets
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Mean loss over the targets that count."""
         return F.cross_entropy(*self.targets(outputs, targets), ignore_index=IGNORED)
 
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Any) -> Tensor:
         """Sum of the losses of the targets that count."""
         return F.cross_entropy(*self.targets(outputs, targets), reduction="sum", ignore_index=IGNORED)
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def losses(self, outputs: Any, targets: Any) -> Tensor:
         """The loss of every single target; 0 for those that do not count."""
         return F.cross_entropy(*self.targets(outputs, targets), reduction="none", ignore_index=IGNORED)
 
-    def metric_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def metric_sum(self, outputs: Any, targets: Any) -> Tensor:
         """The number of correct predictions among the targets that count; divided by their number, the accuracy."""
-        outputs, targets = self.targets(outputs, targets)
-        return (outputs.argmax(dim=1) == targets).sum()
+        logits, labels = self.targets(outputs, targets)
+        return (logits.argmax(dim=1) == labels).sum()
 
-    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | int:
+    def counted(self, outputs: Any, targets: Any) -> Tensor | int:
         """The number of targets that count."""
-        _, targets = self.targets(outputs, targets)
-        return len(targets) if targets.dim() == 1 else (targets != IGNORED).sum()
+        _, labels = self.targets(outputs, targets)
+        return len(labels) if labels.dim() == 1 else (labels != IGNORED).sum()
 
-    def more(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+    def more(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Sums of further metrics over the targets that count, by name; only evaluations measure them."""
         del outputs, targets
         return {}
@@ -72,7 +83,7 @@ class LastPosition(Objective):
             raise ValueError("objective.name=last_position is for texts, whose targets are one per position")
         last = (targets != IGNORED).sum(dim=1).clamp_min(1) - 1
         rows = torch.arange(len(targets), device=targets.device)
-        return outputs[rows, :, last], targets[rows, last]
+        return logits_of(outputs)[rows, :, last], targets[rows, last]
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | int:
         del outputs
@@ -94,7 +105,7 @@ class LaterPositions(Objective):
                 f"objective.name=later_positions with objective.options.skip={self.skip} is for texts of more "
                 f"positions, given {actual}"
             )
-        return outputs[:, :, self.skip :], targets[:, self.skip :]
+        return logits_of(outputs)[:, :, self.skip :], targets[:, self.skip :]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # The end of a text may be a batch of padding alone, of which a mean is not defined.
@@ -125,6 +136,7 @@ class MaskedClasses(Objective):
         return self.present if self.in_mean else None
 
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = logits_of(outputs)
         if self.present is None:
             return outputs, targets
         absent = torch.ones(outputs.shape[1], dtype=torch.bool, device=outputs.device)
@@ -198,8 +210,8 @@ class DistilledLoss:
         return (1 - self.weight) * hard + self.weight * t * t * divergence
 
 
-def check_objective(choice: ComponentSpec, targets: Tensor, num_classes: int) -> None:
-    """Tests an objective on these targets and random logits.
+def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outputs: Any = None) -> None:
+    """Tests an objective on these targets and a network's outputs for them, by default random logits.
 
     Raises ValueError for an objective that does not fit the data, PluginError for a user's objective that fails.
     """
@@ -208,9 +220,11 @@ def check_objective(choice: ComponentSpec, targets: Tensor, num_classes: int) ->
     if not isinstance(objective, Objective):
         kind = type(objective).__name__
         raise PluginError(f"{blame} is {kind}: derive its class from fedloom.platform.clients.objectives.Objective")
-    generator = torch.Generator().manual_seed(0)
-    shape = (len(targets), num_classes, *targets.shape[1:])
-    outputs = torch.randn(shape, generator=generator).requires_grad_()
+    samples = rows_of(targets)
+    if outputs is None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (samples, num_classes, *single(targets, blame).shape[1:])
+        outputs = torch.randn(shape, generator=generator).requires_grad_()
     with blaming("objective", choice.name):
         local = objective.for_client(targets)
         if not isinstance(local, Objective):
@@ -219,7 +233,7 @@ def check_objective(choice: ComponentSpec, targets: Tensor, num_classes: int) ->
         loss.backward()  # type: ignore[no-untyped-call]
         _checked(objective.loss_sum(outputs, targets), "loss_sum", blame)
         _checked(objective.metric_sum(outputs, targets), "metric_sum", blame)
-        _checked(objective.losses(outputs, targets), "losses", blame, samples=len(targets))
+        _checked(objective.losses(outputs, targets), "losses", blame, samples=samples)
         _checked(torch.as_tensor(objective.counted(outputs, targets)), "counted", blame)
         more = objective.more(outputs, targets)
         if not isinstance(more, Mapping):

@@ -24,6 +24,7 @@ from fedloom.platform.clients.evaluation import (
 )
 from fedloom.platform.clients.networks import ESTIMATED, Network, Subnet, in_task
 from fedloom.platform.clients.training import Samples
+from fedloom.platform.data.trees import Tree, rows_of
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Architecture, Slice, Weights, architecture_id, bytes_of
 from fedloom.tiers.devices import EVALUATION_FACTOR
@@ -65,7 +66,7 @@ def measurements_of(model: str, name: str, split: str | None, score: Score) -> t
     return tuple(Measurement(model, name, split, metric, value, score.samples) for metric, value in values.items())
 
 
-def calibration_samples(worker: Worker) -> Tensor:
+def calibration_samples(worker: Worker) -> Tree:
     """Evenly spaced inputs of the server's validation data, cached because every subnet needs them."""
     if worker.calibration is None:
         samples = worker.central_data("validation")
@@ -77,7 +78,7 @@ def calibration_samples(worker: Worker) -> Tensor:
     return worker.calibration
 
 
-def _spread(samples: StoredSamples) -> Tensor:
+def _spread(samples: StoredSamples) -> Tree:
     """Evenly spaced inputs, as many as statistics are estimated from."""
     places = torch.linspace(0, len(samples) - 1, min(CALIBRATION_SAMPLES, len(samples))).round().long()
     return samples.tensors(places.numpy())[0]
@@ -114,7 +115,7 @@ Buffers = list[tuple[Tensor, Tensor]]
 
 @contextmanager
 def _estimated_for(
-    worker: Worker, module: nn.Module, paths: Sequence[Architecture], unlabelled: Tensor
+    worker: Worker, module: nn.Module, paths: Sequence[Architecture], unlabelled: Tree
 ) -> Iterator[list[Buffers]]:
     """The statistics of each path of the supernet module, which has afterwards those that it had before."""
     norms = {f"{n}.running_mean": part for n, part in module.named_modules() if isinstance(part, BatchNorm)}
@@ -142,7 +143,7 @@ def score_subnets(
     weights: Weights,
     version: str,
     data: StoredSamples,
-    unlabelled: Tensor | None = None,
+    unlabelled: Tree | None = None,
 ) -> list[Score]:
     """The scores of subnets of the shared supernet, in the given order.
 
@@ -196,7 +197,7 @@ class ScoreSubnets:
         scores = score_subnets(worker, self.architectures, weights, self.version, data, unlabelled)
         for architecture, score in zip(self.architectures, scores, strict=True):
             measurements += measurements_of("supernet", architecture_id(architecture), self.split, score)
-        passes = len(data) + (0 if unlabelled is None else len(unlabelled))
+        passes = len(data) + (0 if unlabelled is None else rows_of(unlabelled))
         costs = self._costs(worker, len(data), passes, len(measurements))
         return replace(costs, measurements=tuple(measurements))
 
@@ -212,7 +213,7 @@ class ScoreSubnets:
         space = worker.space
         return self.statistics == ESTIMATED and space.keeps_statistics and not space.slices_tensors
 
-    def _unlabelled(self, worker: Worker, client_id: int | None) -> Tensor | None:
+    def _unlabelled(self, worker: Worker, client_id: int | None) -> Tree | None:
         """The samples from which paths' statistics are estimated; a single one has no variance."""
         if not self._is_estimated(worker):
             return None
@@ -307,7 +308,7 @@ def validation_scores(
 ) -> tuple[Measurement, ...]:
     """Loss and metrics of the loaded network on the client's validation data; empty if it has none."""
     data = worker.client_data(client_of(assignment), "validation")
-    if len(data[1]) == 0:
+    if rows_of(data[1]) == 0:
         return ()
     score = score_loaded(worker, assignment, network, data)
     return measurements_of(model, network.name, "validation", score)

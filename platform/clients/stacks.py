@@ -49,6 +49,7 @@ from fedloom.platform.clients.training import (
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.augment import augment_stack, augmentation
 from fedloom.platform.data.on_device import upload
+from fedloom.platform.data.trees import Tree, single
 from fedloom.platform.plugins import ends_process, in_one_line
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace, once
@@ -90,6 +91,8 @@ def skeleton(space: SearchSpace, architecture: Architecture) -> nn.Module | None
     """A subnet without values, whose layers are called with the tensors of many clients; None if some cannot be."""
 
     def build(space: SearchSpace) -> nn.Module | None:
+        if not space.stacks:
+            return None
         module = on_meta(partial(space.build_subnet, architecture)).train()
         return module if layers_stack(module) else None
 
@@ -105,7 +108,7 @@ def _stackable(worker: Worker, assignments: Sequence[Assignment], most: int) -> 
     """The places of clients that can be trained as one batch, at least two in each."""
     places = [i for i, a in enumerate(assignments) if a.client_id is not None and not a.dropped]
     subnet = common_subnet([assignments[i].task for i in places])
-    if subnet is None or type(worker.objective) not in OBJECTIVES or worker.data.dataset.kind == "tokens":
+    if subnet is None or type(worker.objective) not in OBJECTIVES or not worker.data.dataset.normalises:
         return []
     module = skeleton(worker.space, subnet.architecture)
     if module is None:
@@ -238,8 +241,8 @@ class Stack:
     forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    data: Samples
-    ready: Callable[[Tensor, Tensor], Tensor]
+    data: tuple[Tensor, Tensor]
+    ready: Callable[[Tensor, Tensor], Tree]
     members: list[Member] = field(default_factory=list)
 
 
@@ -287,7 +290,8 @@ def _stack(worker: Worker, module: nn.Module, network: Network, weights: Weights
     parameters = {name: t for name, t in copies.items() if name in trained}
     buffers = {name: t for name, t in copies.items() if name not in trained}
     forward = worker.kernels.functional(module, worker.device)
-    return Stack(forward, parameters, buffers, data, worker.data.dataset.normalised)
+    x, y = (single(tree, "a stack") for tree in data)
+    return Stack(forward, parameters, buffers, (x, y), worker.data.dataset.normalised)
 
 
 def _member(
@@ -340,7 +344,7 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
     return [part.summed_up(len(part.losses), size) for part, size in zip(seen, sizes, strict=True)]
 
 
-def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> Samples:
+def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> tuple[Tensor, Tensor]:
     """Batches as one (K, B, ...) in `room`, shorter ones filled up with samples that do not count."""
     most = max(map(len, parts))
     index = torch.empty((len(parts), most), dtype=torch.int64)
@@ -350,7 +354,7 @@ def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> Samples:
         index[k] += stack.members[k].start
     all_x, all_y = stack.data
     flat = upload(index.flatten(), all_x.device)
-    x = stack.ready(all_x.index_select(0, flat), room[: len(flat)])
+    x = single(stack.ready(all_x.index_select(0, flat), room[: len(flat)]), "a stack")
     y = all_y.index_select(0, flat).view(*index.shape, *all_y.shape[1:])
     for k, part in enumerate(parts):
         y[k, len(part) :] = IGNORED

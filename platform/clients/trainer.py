@@ -19,6 +19,7 @@ from fedloom.platform.clients.local_rules import STATE, LocalClient, begun, grad
 from fedloom.platform.clients.networks import in_task, rows_of_classes
 from fedloom.platform.clients.scoring import validation_scores
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, Trained, batch_sizes, train_locally
+from fedloom.platform.data.trees import joined, rows_of
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import FLOAT_BYTES, Slice, Weights, bytes_of, extract, first_not_finite
 
@@ -65,7 +66,7 @@ class Train:
         network = self.network.on(worker, assignment)
         data = client_samples(worker, assignment, use_validation=self.use_validation)
         trained = train_network(worker, assignment, network, weights, data, self.local)
-        return self.finished(worker, assignment, trained, len(data[1]), weights)
+        return self.finished(worker, assignment, trained, rows_of(data[1]), weights)
 
     def finished(
         self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int, weights: Weights
@@ -121,7 +122,7 @@ def client_samples(worker: Worker, assignment: Assignment, *, use_validation: bo
     if not use_validation:
         return x, y
     more_x, more_y = worker.client_data(client_id, "validation")
-    return torch.cat([x, more_x]), torch.cat([y, more_y])
+    return joined([x, more_x]), joined([y, more_y])
 
 
 def train_network(
@@ -143,7 +144,8 @@ def train_network(
     data = in_task(worker, data, network)
     parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     rule = local_rule(local.rule)
-    client = local_client(worker, assignment, network, weights, len(data[1]), local, parameters)
+    samples = rows_of(data[1])
+    client = local_client(worker, assignment, network, weights, samples, local, parameters)
     if rule.extra_passes:
         client.gradients = partial(gradients_at, worker, assignment, network, weights, data, local)
     sgd = SGD(local, parameters, begun(rule, client))
@@ -170,7 +172,7 @@ def train_network(
     if classes is not None:
         outputs = [len(task.names) for task in worker.spec.label_sets] or [worker.spec.space.num_classes]
         rows = rows_of_classes(network.module, tensors, outputs, classes)
-    rule_macs = rule.extra_passes * network.macs * len(data[1])
+    rule_macs = rule.extra_passes * network.macs * samples
     return TrainedNetwork(network, tensors, sgd.momentum, figures, tuple(parameters), client, rule_macs, rows)
 
 

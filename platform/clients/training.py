@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.optim.sgd import sgd
 
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
 from fedloom.platform.data.on_device import moved, upload
+from fedloom.platform.data.trees import Tree, first, rows_of, single, taken
 from fedloom.platform.plugins import ComponentSpec
 
 if TYPE_CHECKING:
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 PLAIN = ComponentSpec("sgd")
 """The local rule of plain SGD."""
 
-Samples = tuple[Tensor, Tensor]
-"""Inputs (n, ...) and targets (n,) or (n, T)."""
+Samples = tuple[Tree, Tree]
+"""Inputs (n, ...) and targets (n,) or (n, T), or several of each by name."""
 
-Loss = Callable[["Objective", Tensor, Tensor], Tensor]
-"""The loss of logits on targets, given the objective whose own loss it may use."""
+Outputs = Any
+"""What a network gives: logits (B, classes) or (B, classes, T), or whatever its objective takes."""
+
+Loss = Callable[["Objective", Outputs, Any], Tensor]
+"""The loss of outputs on targets, given the objective whose own loss it may use."""
 
 Correction = Callable[[str, Tensor, Tensor], None]
 """Changes a parameter's gradient in place before a step; called with (name, parameter, gradient)."""
@@ -77,7 +81,7 @@ class Trained:
 
 
 def train_locally(
-    forward: Callable[[Tensor], Tensor],
+    forward: Callable[[Tree], Outputs],
     optimizer: Step,
     data: Samples,
     local: LocalSGD,
@@ -90,7 +94,7 @@ def train_locally(
     """Runs local training: one step per batch on the objective's loss of `forward`.
 
     Args:
-        forward: maps a batch (B, ...) to logits (B, classes) or (B, classes, T); may choose another path at every call.
+        forward: maps a batch (B, ...) to outputs; may choose another path at every call.
         optimizer: makes a step per batch; parameters outside the batch's path have no gradient.
         data: all samples on the device.
         local: hyper-parameters.
@@ -100,26 +104,36 @@ def train_locally(
         own_loss: what a pass minimises instead of the objective's loss, which is what is reported all the same.
     """
     x, y = data
-    augment, seen, steps = augmentation(local.augment), Seen(x.device, local.loss_norm), 0
-    balanced = y if local.balanced else None
-    batches = batch_indices(len(y), local.batch_size, local.epochs, generator, x.device, balanced)
+    device, samples = first(x).device, rows_of(y)
+    augment, seen, steps = augmentation(local.augment), Seen(device, local.loss_norm), 0
+    balanced = single(y, "a client with balanced classes") if local.balanced else None
+    batches = batch_indices(samples, local.batch_size, local.epochs, generator, device, balanced)
     for index in itertools.islice(batches, local.steps):
-        x_B, y_B = x.index_select(0, index), y.index_select(0, index)
+        x_B, y_B = taken(x, index), taken(y, index)
         if augment is not None:
-            x_B = augment(x_B, generator)
+            x_B = augment(single(x_B, "an augmentation"), generator)
         for _ in range(passes):
             outputs = forward(x_B)
             loss = minimised(objective, outputs, y_B, own_loss)
             loss.backward()  # type: ignore[no-untyped-call]
-            outputs = outputs.detach()
+            outputs = detached(outputs)
             # Selection and tables compare losses over clients, whose own losses may have different scales.
             seen.add(loss if own_loss is None else objective.loss(outputs, y_B), outputs, y_B, objective)
         optimizer.step()
         steps += 1
-    return seen.summed_up(steps, sum(batch_sizes(len(y), local)))
+    return seen.summed_up(steps, sum(batch_sizes(samples, local)))
 
 
-def minimised(objective: Objective, outputs: Tensor, targets: Tensor, own_loss: Loss | None) -> Tensor:
+def detached(outputs: Outputs) -> Outputs:
+    """What a network gave, without its gradients."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    if isinstance(outputs, Mapping):
+        return {name: detached(each) for name, each in outputs.items()}
+    return type(outputs)(map(detached, outputs)) if isinstance(outputs, tuple | list) else outputs
+
+
+def minimised(objective: Objective, outputs: Outputs, targets: Tree, own_loss: Loss | None) -> Tensor:
     """The loss that a pass minimises: the network's own, or the objective's."""
     return objective.loss(outputs, targets) if own_loss is None else own_loss(objective, outputs, targets)
 
@@ -177,7 +191,7 @@ class Seen:
     targets: list[Tensor | int] = field(default_factory=list)
     squares: list[Tensor] = field(default_factory=list)
 
-    def add(self, loss: Tensor, outputs: Tensor, y_B: Tensor, objective: Objective) -> None:
+    def add(self, loss: Tensor, outputs: Outputs, y_B: Tree, objective: Objective) -> None:
         """Measures a batch; no gradient flows through `outputs`."""
         correct, counted = objective.metric_sum(outputs, y_B), objective.counted(outputs, y_B)
         squares = objective.losses(outputs, y_B).double().square().sum() if self.norm else loss

@@ -20,6 +20,7 @@ from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.data.source import LabelSet
+from fedloom.platform.data.trees import Tree, single
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
@@ -67,6 +68,8 @@ class WorkerSpec:
     """The name of the worker's node; empty for the host name."""
     plugins: tuple[str, ...] = ()
     """The modules of the user's code that the configuration names."""
+    constants: str = ""
+    """The hash of the server's constants (`SearchSpace.constants_hash`)."""
     torch: str = ""
     """The server's version of torch, if other processes have to have it, too."""
 
@@ -83,7 +86,7 @@ class Worker:
         self._tensors = WeakKeyDictionary[nn.Module, dict[str, Tensor]]()
         self._draws = WeakKeyDictionary[nn.Module, bool]()
         self._loaded: object = None
-        self.calibration: Tensor | None = None
+        self.calibration: Tree | None = None
         self._statistics: tuple[str, dict[Architecture, dict[str, Tensor]]] | None = None
         self._label_maps: dict[int, Tensor] = {}
 
@@ -94,8 +97,14 @@ class Worker:
 
     @cached_property
     def space(self) -> SearchSpace:
-        """The search space."""
-        return build_space(self.spec.space)
+        """The search space; ValueError if its constants are others than the server's."""
+        space = build_space(self.spec.space)
+        if space.constants_hash != self.spec.constants:
+            raise ValueError(
+                f"node {self.node} builds other constants than the server: space.build, and the files that it reads, "
+                "have to give the same everywhere"
+            )
+        return space
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -192,7 +201,7 @@ class Worker:
             self._label_maps[task] = torch.tensor(self.spec.label_sets[task].of, device=self.device)
         if isinstance(data, StoredSamples):
             return replace(data, label_map=self._label_maps[task])
-        return data[0], self._label_maps[task][data[1]]
+        return data[0], self._label_maps[task][single(data[1], "a federation of several tasks")]
 
     def class_names(self, options: Architecture) -> tuple[str, ...]:
         """The names of what the architecture's outputs are: classes, or the tokens of a text."""
@@ -203,7 +212,7 @@ class Worker:
     def _task(self, options: Architecture | Subspace) -> int:
         return with_tasks(self.space, "tiers.tasks").task_of(options)
 
-    def client_data(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
+    def client_data(self, client_id: int, split: str) -> Samples:
         """One client's samples on the device."""
         return self.data.client(client_id, split)
 

@@ -203,7 +203,7 @@ def _bounds(size: int, shares: FloatArray) -> IntArray:
 
 def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
     """Name, parameters and seed of the rule, which determine the partition of a data set."""
-    uniform = "consecutive" if dataset.kind == "tokens" else "uniform"
+    uniform = "consecutive" if dataset.per_position else "uniform"
     fields: Fields = {
         "name": {"lda": "lda_per_class", "iid": uniform}.get(config.partition, config.partition),
         "num_clients": config.num_clients,
@@ -220,7 +220,7 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
 
 def check_enough(config: DataConfig, dataset: Dataset) -> None:
     """Raises ValueError if the data set has too few samples or natural clients, or does not fit these options."""
-    has_classes = dataset.labels("train").ndim == 1
+    has_classes = dataset.has_labels and not dataset.per_position
     if config.balanced_classes and not has_classes:
         raise ValueError(f"data.balanced_classes=true: {dataset.name} has no class labels to draw by; must be false")
     if config.partition in BY_LABEL and not has_classes:
@@ -345,7 +345,7 @@ def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[st
 
     def pieces_of(part: str) -> Sequence[IntArray]:
         order = np.arange(dataset.num_samples(part))
-        if dataset.kind != "tokens":
+        if not dataset.per_position:
             order = stream(seed, "partition", part).permutation(order)
         return [np.sort(piece) for piece in np.array_split(order, config.num_clients)]
 

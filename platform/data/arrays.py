@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
+from fedloom.platform.data.dataset import ArrayTree
 from fedloom.platform.data.source import Source, held_out
 from fedloom.platform.data.tokens import IGNORED_LABEL, TokenPart, TokenSource
 from fedloom.platform.plugins import PluginError, blaming
@@ -28,8 +29,11 @@ class Arrays:
 
     Attributes:
         train: (x, y), or (x, y, clients).
-            x: images as bytes (n, H, W), (n, C, H, W) or (n, H, W, C); numbers (n, channels, ...); or tokens (n, T).
-            y: labels (n,) from 0; for tokens the token to be predicted at every position (n, T), -100 for padding.
+            x: images as bytes (n, H, W), (n, C, H, W) or (n, H, W, C); numbers (n, channels, ...); tokens (n, T); or
+                several arrays (n, ...) by name, which a network gets as they are: whole numbers as int64, truth values,
+                others as float32.
+            y: labels (n,) from 0; for tokens the token to be predicted at every position (n, T), -100 for padding; or
+                whatever an objective of your own takes, as one or more arrays (n, ...) by name.
             clients: the name or number of each sample's client (n,), for `data.partition=natural`.
         test: as `train`; by default a fifth of the training samples, independent of the run's seed.
         class_names: names of the classes, or the vocabulary of tokens; by default numbers.
@@ -48,12 +52,34 @@ class Arrays:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    x: AnyArray
-    y: AnyArray
+    x: ArrayTree
+    y: ArrayTree
     clients: AnyArray | None
 
+    @property
+    def arrays(self) -> dict[str, AnyArray]:
+        """All arrays of samples by the names under which they are stored, without the part's."""
+        return {**named("x", self.x), **named("y", self.y)}
 
-def source_of(returned: Any, name: str) -> Source | TokenSource:
+    @property
+    def labels(self) -> AnyArray | None:
+        """The classes of the samples (n,), or of their positions (n, T), if there are any."""
+        if isinstance(self.y, np.ndarray) and self.y.dtype.kind in "iu" and self.y.ndim in (1, 2):
+            return self.y
+        return None
+
+    def at(self, rows: IntArray) -> "_Part":
+        """The samples at these rows."""
+        x, y = (a[rows] if isinstance(a, np.ndarray) else {n: b[rows] for n, b in a.items()} for a in (self.x, self.y))
+        return _Part(x, y, None if self.clients is None else self.clients[rows])
+
+
+def named(kind: str, tree: ArrayTree) -> dict[str, AnyArray]:
+    """The arrays of a tree by the names under which they are stored."""
+    return {kind: tree} if isinstance(tree, np.ndarray) else {f"{kind}.{name}": a for name, a in tree.items()}
+
+
+def source_of(returned: Any, name: str) -> "Source | TokenSource | TreeArrays":
     """The source made from the return value of a data set function; PluginError with the name and the problem.
 
     `returned` is `Arrays`, a mapping with the same fields, or a source.
@@ -74,20 +100,21 @@ def source_of(returned: Any, name: str) -> Source | TokenSource:
         return _checked(returned, blame)
 
 
-def _checked(arrays: Arrays, blame: str) -> Source | TokenSource:
+def _checked(arrays: Arrays, blame: str) -> "Source | TokenSource | TreeArrays":
     train = _part(arrays.train, f"{blame}: train")
     if arrays.test is None:
         train, test = _held_out(train)
     else:
         test = _part(arrays.test, f"{blame}: test")
-    if test.x.shape[1:] != train.x.shape[1:] or test.x.dtype != train.x.dtype or test.y.ndim != train.y.ndim:
-        raise PluginError(
-            f"{blame}: train holds {train.x.dtype} {train.x.shape[1:]} per sample, test {test.x.dtype} "
-            f"{test.x.shape[1:]}; they must be alike"
-        )
+    if (held := _described(test)) != (wanted := _described(train)):
+        raise PluginError(f"{blame}: train holds {wanted} per sample, test {held}; they must be alike")
     parts = {"train": train, "test": test}
     content = _Content(parts, _class_names(arrays, (train, test), blame), *_clients(parts, blame))
-    if train.y.ndim == 2:
+    if isinstance(train.x, Mapping) or train.labels is None:
+        if arrays.scale is not None or arrays.mean is not None or arrays.std is not None:
+            raise PluginError(f"{blame} gives scale, mean or std: several arrays are not normalised, do it yourself")
+        return TreeArrays(content)
+    if train.labels.ndim == 2:
         return TokenArrays(content)
     scale = arrays.scale if arrays.scale is not None else 255 if train.x.dtype == np.uint8 else 1
     if not isinstance(scale, Real) or not 0 < scale < math.inf:
@@ -98,16 +125,18 @@ def _checked(arrays: Arrays, blame: str) -> Source | TokenSource:
 def _part(pair: Any, blame: str) -> _Part:
     if not isinstance(pair, Sequence) or len(pair) not in (2, 3):
         raise PluginError(f"{blame} is {type(pair).__name__}: give (inputs, labels) or (inputs, labels, clients)")
-    x, y, *rest = (np.asarray(array) for array in pair)
-    if not x.shape:
-        raise PluginError(f"{blame} inputs are {x.dtype} (): give numbers (n, ...)")
-    for array, what in ((y, "labels"), *((r, "clients") for r in rest)):
-        if len(array.shape) < 1 or len(array) != len(x):
-            raise PluginError(f"{blame} has {len(x)} inputs and {array.size} {what}: one for each")
-    if not len(x):
+    x, y = (_tree(tree, blame) for tree in pair[:2])
+    rest = [np.asarray(array) for array in pair[2:]]
+    arrays = {**named("inputs", x), **named("labels", y), **dict(zip(["clients"], rest, strict=False))}
+    for what, array in arrays.items():
+        if not array.shape:
+            raise PluginError(f"{blame} {what} are {array.dtype} (): give numbers (n, ...)")
+    samples = len(next(iter(arrays.values())))
+    for what, array in arrays.items():
+        if len(array) != samples:
+            raise PluginError(f"{blame} has {samples} inputs and {array.size} {what}: one for each")
+    if not samples:
         raise PluginError(f"{blame} has no samples")
-    if y.dtype.kind not in "iu" or y.ndim not in (1, 2):
-        raise PluginError(f"{blame} labels are {y.dtype} {y.shape}: give whole numbers, one per sample or per token")
     clients = rest[0] if rest else None
     if clients is not None:
         if clients.dtype == object and all(isinstance(name, str) for name in clients.reshape(-1)):  # pandas' columns
@@ -115,7 +144,34 @@ def _part(pair: Any, blame: str) -> _Part:
         if clients.ndim != 1 or clients.dtype.kind not in "iuUS":
             kind = f"{clients.dtype} {clients.shape}"
             raise PluginError(f"{blame} clients are {kind}: give a name or a whole number for each")
-    return _Part(_inputs(x, y, blame), y, clients)
+    part = _Part(x, y, clients)
+    if isinstance(y, np.ndarray) and part.labels is None:
+        raise PluginError(
+            f"{blame} labels are {y.dtype} {y.shape}: give whole numbers, one per sample or per token, or, for an "
+            "objective of your own, other labels by name"
+        )
+    if isinstance(x, np.ndarray) and part.labels is not None:
+        return _Part(_inputs(x, part.labels, blame), y, clients)
+    for what, array in part.arrays.items():
+        if array.dtype.kind not in "iufb":
+            raise PluginError(f"{blame} {what} is {array.dtype}: give numbers")
+        if array.dtype.kind == "f" and not all(np.isfinite(chunk).all() for chunk in _chunks(array)):
+            raise PluginError(f"{blame} {what} holds NaN or infinity")
+    return part
+
+
+def _tree(given: Any, blame: str) -> ArrayTree:
+    """The given arrays as NumPy's."""
+    if not isinstance(given, Mapping):
+        return np.asarray(given)
+    wrong = [name for name in given if not (isinstance(name, str) and name.isidentifier())]
+    if wrong or not given:
+        raise PluginError(f"{blame} names arrays {[*given]!r:.80}: give one or more names of letters, digits and _")
+    return {name: np.asarray(array) for name, array in given.items()}
+
+
+def _described(part: _Part) -> str:
+    return ", ".join(f"{name} {a.dtype if name != 'y' else 'labels'} {a.shape[1:]}" for name, a in part.arrays.items())
 
 
 def _inputs(x: AnyArray, y: AnyArray, blame: str) -> AnyArray:
@@ -141,30 +197,29 @@ def _chunks(array: AnyArray) -> Iterator[AnyArray]:
 
 
 def _held_out(part: _Part) -> tuple[_Part, _Part]:
-    if len(part.y) < FEWEST_TO_HOLD_OUT or (part.y.ndim == 1 and part.y.min() < 0):
+    labels = part.labels
+    if labels is None:
+        labels = np.zeros(len(next(iter(part.arrays.values()))), np.int64)
+    if len(labels) < FEWEST_TO_HOLD_OUT or (labels.ndim == 1 and labels.min() < 0):
         return part, part  # `_class_names` rejects invalid labels
-    rest, test = held_out(part.y.astype(np.int64))
-
-    def rows(chosen: IntArray) -> _Part:
-        return _Part(part.x[chosen], part.y[chosen], None if part.clients is None else part.clients[chosen])
-
-    return rows(rest), rows(test)
+    rest, test = held_out(labels.astype(np.int64))
+    return part.at(rest), part.at(test)
 
 
 def _class_names(arrays: Arrays, parts: Sequence[_Part], blame: str) -> tuple[str, ...]:
-    greatest = max(int(p.y.max()) for p in parts)
-    tokens = parts[0].y.ndim == 2
-    if tokens:
-        greatest = max(greatest, *(int(p.x.max()) for p in parts))
+    tokens = parts[0].labels is not None and parts[0].labels.ndim == 2
+    # What holds classes, or the tokens of a text.
+    classes = [(part, "labels", part.labels) for part in parts if part.labels is not None]
+    classes += [(part, "tokens", part.x) for part in parts if tokens and isinstance(part.x, np.ndarray)]
+    greatest = max((int(values.max()) for _, _, values in classes), default=1)
     if isinstance(arrays.class_names, str) or not isinstance(arrays.class_names, Iterable | None):
         raise PluginError(f"{blame}: class_names={arrays.class_names!r:.60}: give a list of names")
     names = tuple(map(str, arrays.class_names)) if arrays.class_names is not None else None
     count = len(names) if names is not None else greatest + 1
-    for part in parts:
-        labels = part.y[part.y != IGNORED_LABEL] if tokens else part.y
-        for what, values in (("labels", labels), *((("tokens", part.x),) if tokens else ())):
-            if values.size and not (values.min() >= 0 and values.max() < count):
-                raise PluginError(f"{blame} has {what} {values.min()} to {values.max()}: expected 0 to {count - 1}")
+    for _, what, held in classes:
+        values = held[held != IGNORED_LABEL] if tokens else held
+        if values.size and not (values.min() >= 0 and values.max() < count):
+            raise PluginError(f"{blame} has {what} {values.min()} to {values.max()}: expected 0 to {count - 1}")
     return names if names is not None else tuple(map(str, range(count)))
 
 
@@ -185,7 +240,7 @@ def _normalisation(arrays: Arrays, train: _Part, blame: str) -> tuple[Sequence[f
     if arrays.mean is None or arrays.std is None:
         raise PluginError(f"{blame} gives one of mean and std: give both, or neither")
     mean, std = (np.atleast_1d(np.asarray(v, dtype=np.float64)) for v in (arrays.mean, arrays.std))
-    channels = train.x.shape[1]
+    channels = train.arrays["x"].shape[1]
     for name, values in (("mean", mean), ("std", std)):
         sound = np.isfinite(values).all() and (name == "mean" or (values > 0).all())
         if values.shape != (channels,) or not sound:
@@ -204,10 +259,14 @@ class _Content:
     client_names: tuple[str, ...]
     clients_by_part: Mapping[str, IntArray]
 
+    def array(self, part: str, kind: str) -> AnyArray:
+        """A part's inputs or labels, which are one array."""
+        return self.parts[part].arrays[kind]
+
     @cached_property
     def digests(self) -> Fields:
         """SHA-256 (hex) of every array's dtype, shape and content."""
-        arrays = {f"{name}_{k}": a for name, p in self.parts.items() for k, a in (("x", p.x), ("y", p.y))}
+        arrays = {f"{name}_{k}": a for name, part in self.parts.items() for k, a in part.arrays.items()}
         arrays |= {f"{name}_clients": clients for name, clients in self.clients_by_part.items()}
         digests: Fields = {}
         for name, array in arrays.items():
@@ -226,7 +285,7 @@ class LabelledArrays(Source):
     ) -> None:
         self.content, self.scale, self.normalisation = content, scale, normalisation
         self.client_names = content.client_names
-        self.kind = "image" if content.parts["train"].x.dtype == np.uint8 else "features"
+        self.kind = "image" if content.array("train", "x").dtype == np.uint8 else "features"
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -240,10 +299,10 @@ class LabelledArrays(Source):
         return {"layout": "arrays", "sha256": digests, **described, "client_names": list(self.client_names)}
 
     def labels(self, part: str) -> IntArray:
-        return self.content.parts[part].y.astype(np.int64)
+        return self.content.array(part, "y").astype(np.int64)
 
     def inputs(self, part: str, rows: IntArray) -> AnyArray:
-        return self.content.parts[part].x[rows]
+        return self.content.array(part, "x")[rows]
 
     def clients(self, part: str) -> IntArray | None:
         return self.content.clients_by_part.get(part)
@@ -268,8 +327,20 @@ class TokenArrays(TokenSource):
         return {"layout": "token arrays", "sha256": self.content.digests, **names}
 
     def sequences(self, part: str) -> TokenPart:
-        arrays = self.content.parts[part]
-        return TokenPart(arrays.x, arrays.y, self.content.clients_by_part.get(part))
+        x, y = self.content.array(part, "x"), self.content.array(part, "y")
+        return TokenPart(x, y, self.content.clients_by_part.get(part))
+
+
+@dataclass(frozen=True, eq=False)
+class TreeArrays:
+    """Several arrays per sample, or labels that are no classes, identified by their content."""
+
+    content: _Content
+
+    def identity(self) -> Fields:
+        """The fields that determine the content."""
+        names: Fields = {"class_names": list(self.content.class_names), "client_names": list(self.content.client_names)}
+        return {"layout": "tree", "sha256": self.content.digests, **names}
 
 
 # -- one `.npz` file of NumPy -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.data.on_device import upload
+from fedloom.platform.data.trees import Tree, single
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
 
 if TYPE_CHECKING:
@@ -390,12 +391,12 @@ TRIED_SAMPLES = 4
 """Number of training samples on which augmentation and objective are tested before anything is written."""
 
 
-def tried_samples(dataset: Dataset) -> tuple[Tensor, Tensor]:
+def tried_samples(dataset: Dataset) -> tuple[Tree, Tree]:
     """The first training samples, on which code is tested before a run begins."""
     return dataset.tensors("train", np.arange(min(TRIED_SAMPLES, dataset.num_samples("train"))))
 
 
-def check_augmentation(choice: ComponentSpec, x_B: Tensor) -> None:
+def check_augmentation(choice: ComponentSpec, inputs: Tree) -> None:
     """Raises PluginError for an unknown augmentation, or one that changes the shape or dtype of this batch.
 
     Also raises PluginError for values that are not finite, and ValueError if the batch does not hold images.
@@ -403,6 +404,7 @@ def check_augmentation(choice: ComponentSpec, x_B: Tensor) -> None:
     augment = augmentation(choice)
     if augment is None:
         return
+    x_B = single(inputs, f"data.augment={choice.name}")
     if not is_import_path(choice.name):
         if choice.name == "noise_shift":
             augment(x_B.clone(), torch.Generator().manual_seed(0))

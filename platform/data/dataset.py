@@ -1,6 +1,6 @@
 """A prepared data set: memory-mapped arrays, normalised on access, with a lock on the test set."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from fedloom.platform.data.artefact import (
 )
 from fedloom.platform.data.on_device import OnDevice
 from fedloom.platform.data.source import LabelSet, read_label_sets
+from fedloom.platform.data.trees import Tree, mapped
 
 SPLITS = ("train", "validation", "test")
 
@@ -64,14 +65,19 @@ def check_split(split: str) -> None:
 
 MANIFEST = "dataset.json"
 PARTS, VALIDATION = ("train", "test"), "validation"
-# Manifests of images omit these constant fields, so that the hashes from before token data sets stay valid.
-_IMAGE_FIELDS: Fields = {"kind": "image", "client_names": []}
-_TOKEN_FIELDS: Fields = {"scale": 1, "mean": [], "std": []}
+# Manifests omit these constant fields, so that the hashes from before there were other kinds stay valid.
+_CONSTANT_FIELDS: Fields = {"kind": "image", "client_names": [], "scale": 1, "mean": [], "std": []}
+
+ArrayTree = AnyArray | Mapping[str, AnyArray]
+"""An array, or arrays by name, which are stored as `ARRAY.NAME`."""
+
+Shapes = tuple[int, ...] | Mapping[str, tuple[int, ...]]
+"""The shape of a sample's tensor, or of its tensors by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Inputs and labels, or token sequences and their next tokens, in two parts, "train" and "test".
+    """Inputs and labels, each a tensor or several by name, in two parts, "train" and "test".
 
     Some have a third, "validation", of samples that no client has.
 
@@ -83,8 +89,8 @@ class Dataset:
     hash: str
     """SHA-256 (hex) of the content and its description."""
     kind: str
-    """`image`, `features` or `tokens`."""
-    input_shape: tuple[int, ...]
+    """`image`, `features`, `tokens` or `tree`."""
+    input_shape: Shapes
     """The shape of one sample: (C, H, W) for images, any for features, (T,) for tokens."""
     num_classes: int
     """The number of classes; for tokens the size of the vocabulary."""
@@ -95,9 +101,9 @@ class Dataset:
     label_sets: Mapping[str, LabelSet]
     """Coarser classes with which the data set was published, by name."""
     scale: float
-    """The pixel value that is mapped to 1.0; 1 for tokens."""
+    """The pixel value that is mapped to 1.0; 1 for inputs that are not normalised."""
     mean: tuple[float, ...]
-    """Per channel, of the training inputs divided by `scale`; empty for tokens."""
+    """Per channel, of the training inputs divided by `scale`; empty for inputs that are not normalised."""
     std: tuple[float, ...]
     _normalisation: tuple[Tensor, Tensor]
     """A factor and what is subtracted then, per channel: computed once, because a client may have a single sample."""
@@ -116,13 +122,14 @@ class Dataset:
         path = Path(path)
         manifest = read_manifest(path / MANIFEST)
         arrays = open_arrays(path, manifest)
-        described = {**(_TOKEN_FIELDS if manifest.get("kind") == "tokens" else _IMAGE_FIELDS), **manifest}
+        described = {**_CONSTANT_FIELDS, **manifest}
+        inputs = _branches(arrays, "train_x")
         return cls(
             path=path,
             name=manifest["name"],
             hash=manifest["hash"],
             kind=described["kind"],
-            input_shape=arrays["train_x"].shape[1:],
+            input_shape=_shapes(inputs),
             num_classes=manifest["num_classes"],
             class_names=tuple(manifest["class_names"]),
             client_names=tuple(described["client_names"]),
@@ -130,7 +137,7 @@ class Dataset:
             scale=described["scale"],
             mean=tuple(described["mean"]),
             std=tuple(described["std"]),
-            _normalisation=_normalisation(described, arrays["train_x"].ndim),
+            _normalisation=_normalisation(described, inputs.ndim if isinstance(inputs, np.ndarray) else 2),
             _arrays=arrays,
             _manifest=manifest,
             _guard=guard or TestGuard(is_open=True),
@@ -154,16 +161,35 @@ class Dataset:
         """Whether the data set was published with validation samples of its own."""
         return f"{VALIDATION}_x" in self._arrays
 
+    @property
+    def normalises(self) -> bool:
+        """Whether inputs are stored as they were published, and normalised when they are read."""
+        return bool(self.mean)
+
+    @property
+    def per_position(self) -> bool:
+        """Whether every position of a sample has a label, as in texts."""
+        return self.has_labels and self._array("train", "y").ndim > 1
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether samples, or their positions, are labelled with a class; if not, the objective knows what is asked."""
+        labels = _branches(self._arrays, "train_y")
+        return isinstance(labels, np.ndarray) and labels.dtype.kind in "iu"
+
     def num_samples(self, part: str) -> int:
         """The number of samples of the part ("train" or "test")."""
-        return len(self._array(part, "y"))
+        labels = self._tree(part, "y")
+        return len(labels if isinstance(labels, np.ndarray) else next(iter(labels.values())))
 
     def labels(self, part: str) -> IntArray:
         """The part's labels (n,), for tokens (n, T) in their stored integer type; read-only.
 
-        Raises TestReadError for a guarded test part.
+        Raises TestReadError for a guarded test part, ValueError for a data set without classes.
         """
         self._guard.check(part)
+        if not self.has_labels:
+            raise ValueError(f"{self.name} has no classes to divide it by: give data.partition=iid or natural")
         return self._array(part, "y")
 
     def clients(self, part: str) -> IntArray:
@@ -180,17 +206,18 @@ class Dataset:
         """Whether the clients of the part's samples are known."""
         return f"{part}_client" in self._arrays
 
-    def tensors(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
+    def tensors(self, part: str, indices: IntArray) -> tuple[Tree, Tree]:
         """Inputs and labels of the samples at `indices`.
 
         Images and features: normalised (n, C, ...), float32, and labels (n,), int64. Tokens: sequences (n, T) and
-        labels (n, T), the next tokens, both int64; labels of padding are -100, which torch's losses ignore.
+        labels (n, T), the next tokens, both int64; labels of padding are -100, which torch's losses ignore. Others:
+        whole numbers as int64, truth values as they are, and all else as float32.
         Raises TestReadError for a guarded test part.
         """
         x, y = self.stored(part, indices)
         return self.normalised(x), y
 
-    def stored(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
+    def stored(self, part: str, indices: IntArray) -> tuple[Tree, Tree]:
         """Inputs as they are stored, a quarter of the memory for images, and labels, both as in `tensors`.
 
         Raises TestReadError for a guarded test part.
@@ -200,19 +227,26 @@ class Dataset:
             return self._read(part, indices)
         return self._on_device.take(part, indices, partial(self._read, part), self.num_samples(part))
 
-    def _read(self, part: str, indices: IntArray) -> tuple[Tensor, Tensor]:
-        x, y = self._array(part, "x")[indices], self._array(part, "y")[indices]
-        if self.kind == "tokens":
-            x, y = x.astype(np.int64), y.astype(np.int64)
-        return torch.from_numpy(x), torch.from_numpy(y)
+    def _read(self, part: str, indices: IntArray) -> tuple[Tree, Tree]:
+        def read(kind: str, change: Callable[[AnyArray], AnyArray]) -> Tree:
+            arrays = self._tree(part, kind)
+            if isinstance(arrays, np.ndarray):
+                return torch.from_numpy(change(arrays[indices]))
+            return {name: torch.from_numpy(change(array[indices])) for name, array in arrays.items()}
 
-    def normalised(self, stored: Tensor, room: Tensor | None = None) -> Tensor:
+        return read("x", (lambda stored: stored) if self.normalises else _as_computed), read("y", _as_computed)
+
+    def normalised(self, stored: Tree, room: Tensor | None = None) -> Tree:
         """Inputs as networks take them, of inputs as they are stored, on any device; in `room` if it is given."""
-        if self.kind == "tokens":
+        if not self.normalises:
             return stored
-        factor, shift = (of.to(stored.device) for of in self._normalisation)
-        inputs = stored.to(torch.float32, copy=True) if room is None else room.copy_(stored)
-        return inputs.mul_(factor).sub_(shift)
+
+        def of(tensor: Tensor) -> Tensor:
+            factor, shift = (each.to(tensor.device) for each in self._normalisation)
+            inputs = tensor.to(torch.float32, copy=True) if room is None else room.copy_(tensor)
+            return inputs.mul_(factor).sub_(shift)
+
+        return mapped(of, stored)
 
     @property
     def colours(self) -> tuple[list[float], list[float]]:
@@ -221,10 +255,32 @@ class Dataset:
         return black, [low + 1 / std for low, std in zip(black, self.std, strict=True)]
 
     def _array(self, part: str, kind: str) -> AnyArray:
+        array = self._tree(part, kind)
+        assert isinstance(array, np.ndarray), "samples of several tensors are read as trees"
+        return array
+
+    def _tree(self, part: str, kind: str) -> ArrayTree:
         parts = (*PARTS, VALIDATION) if self.has_validation else PARTS
         if part not in parts:
             raise ValueError(f"part={part}: must be one of {', '.join(parts)}")
-        return self._arrays[f"{part}_{kind}"]
+        return _branches(self._arrays, f"{part}_{kind}")
+
+
+def _branches(arrays: Mapping[str, AnyArray], array: str) -> ArrayTree:
+    if array in arrays:
+        return arrays[array]
+    return {name.removeprefix(f"{array}."): a for name, a in arrays.items() if name.startswith(f"{array}.")}
+
+
+def _shapes(inputs: ArrayTree) -> Shapes:
+    if isinstance(inputs, np.ndarray):
+        return inputs.shape[1:]
+    return {name: array.shape[1:] for name, array in inputs.items()}
+
+
+def _as_computed(stored: AnyArray) -> AnyArray:
+    """Numbers in the types that networks and losses take."""
+    return stored if stored.dtype == np.bool_ else stored.astype(np.int64 if stored.dtype.kind in "iu" else np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,7 +301,7 @@ class StoredSamples:
     @property
     def per_position(self) -> bool:
         """Whether every position of a sample has a label, as in texts."""
-        return self.dataset.kind == "tokens"
+        return self.dataset.per_position
 
     @property
     def labels(self) -> Tensor:
@@ -253,10 +309,11 @@ class StoredSamples:
         labels = torch.from_numpy(self.dataset.labels(self.part)[self.indices])
         return labels if self.label_map is None else self.label_map.cpu()[labels]
 
-    def tensors(self, rows: slice | IntArray = slice(None)) -> tuple[Tensor, Tensor]:
+    def tensors(self, rows: slice | IntArray = slice(None)) -> tuple[Tree, Tree]:
         """Inputs and labels of these samples, by default of all, as `Dataset.tensors` returns and raises."""
         x, y = self.dataset.tensors(self.part, self.indices[rows])
-        return x, y if self.label_map is None else self.label_map[y]
+        label_map = self.label_map
+        return x, y if label_map is None else mapped(lambda labels: label_map[labels], y)
 
 
 def _normalisation(described: Fields, dimensions: int) -> tuple[Tensor, Tensor]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedloom.platform.data.artefact import IntArray
 from fedloom.platform.data.dataset import VALIDATION, Dataset, StoredSamples, TestGuard, check_split
 from fedloom.platform.data.partition import Partition
+from fedloom.platform.data.trees import Tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,10 +61,10 @@ class FederatedData:
         return self.partition.sizes(split)
 
     def label_variation(self) -> float | None:
-        """Mean total variation of a client's training labels from uniform ones; None if samples have many labels."""
-        labels = self.dataset.labels("train")
-        if labels.ndim > 1:
+        """Mean total variation of a client's training labels from uniform ones; None if samples have many, or none."""
+        if self.dataset.per_position or not self.dataset.has_labels:
             return None
+        labels = self.dataset.labels("train")
         offsets = np.concatenate([[0], np.cumsum(self.sizes("train"))])
         return label_variation(labels[self.partition.all_indices("train")], offsets, self.dataset.num_classes)
 
@@ -75,7 +75,7 @@ class FederatedData:
         """
         return self.partition.indices(client_id, split)
 
-    def client(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
+    def client(self, client_id: int, split: str) -> tuple[Tree, Tree]:
         """The client's inputs and labels as returned by `Dataset.tensors`; possibly empty."""
         return self.stored(client_id, split).tensors()
 
@@ -83,7 +83,7 @@ class FederatedData:
         """The client's samples, to be read in batches."""
         return StoredSamples(self.dataset, self.partition.part(split), self.indices(client_id, split))
 
-    def clients(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[tuple[Tensor, Tensor], list[int]]:
+    def clients(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[tuple[Tree, Tree], list[int]]:
         """Stored samples of several clients in splits of the same part, client after client, and their numbers."""
         (part,) = {self.partition.part(split) for split in splits}
         indices = [np.concatenate([self.indices(client_id, split) for split in splits]) for client_id in client_ids]

@@ -7,7 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Read = Callable[[npt.NDArray[np.int64]], tuple[Tensor, Tensor]]
+from fedloom.platform.data.trees import Tree, mapped, taken, tensors_of
+
+Read = Callable[[npt.NDArray[np.int64]], tuple[Tree, Tree]]
 """Inputs and labels, as they are stored, of the samples at some indices, in main memory."""
 
 PIECE = 8192
@@ -49,28 +51,36 @@ class OnDevice:
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self.device = device
         self._left_bytes = most_bytes
-        self._parts: dict[str, tuple[Tensor, Tensor] | None] = {}
+        self._parts: dict[str, tuple[Tree, Tree] | None] = {}
 
-    def take(self, part: str, indices: npt.NDArray[np.int64], read: Read, num_samples: int) -> tuple[Tensor, Tensor]:
+    def take(self, part: str, indices: npt.NDArray[np.int64], read: Read, num_samples: int) -> tuple[Tree, Tree]:
         """The samples at `indices` of a part, which `read` reads from main memory; a part is uploaded at first use."""
         if part not in self._parts:
             self._parts[part] = self._whole(read, num_samples)
         whole = self._parts[part]
         if whole is None:
             x, y = read(indices)
-            return upload(x, self.device), upload(y, self.device)
+            return mapped(self._upload, x), mapped(self._upload, y)
         on_device = upload(torch.from_numpy(np.array(indices, dtype=np.int64)), self.device)
-        return whole[0].index_select(0, on_device), whole[1].index_select(0, on_device)
+        return taken(whole[0], on_device), taken(whole[1], on_device)
 
-    def _whole(self, read: Read, num_samples: int) -> tuple[Tensor, Tensor] | None:
+    def _upload(self, tensor: Tensor) -> Tensor:
+        return upload(tensor, self.device)
+
+    def _whole(self, read: Read, num_samples: int) -> tuple[Tree, Tree] | None:
         one = read(np.arange(min(1, num_samples)))
-        size_bytes = num_samples * sum(t.nbytes for t in one)
+        size_bytes = num_samples * sum(t.nbytes for tree in one for t in tensors_of(tree))
         if not 0 < size_bytes <= self._left_bytes:
             return None
         self._left_bytes -= size_bytes
-        x, y = (torch.empty((num_samples, *t.shape[1:]), dtype=t.dtype, device=self.device) for t in one)
+
+        def room(tensor: Tensor) -> Tensor:
+            return torch.empty((num_samples, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device)
+
+        x, y = mapped(room, one[0]), mapped(room, one[1])
         for start in range(0, num_samples, PIECE):
             stop = min(start + PIECE, num_samples)
             for whole, piece in zip((x, y), read(np.arange(start, stop)), strict=True):
-                whole[start:stop].copy_(piece)
+                for to, tensor in zip(tensors_of(whole), tensors_of(piece), strict=True):
+                    to[start:stop].copy_(tensor)
         return x, y

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedloom.platform.data.arrays import TreeArrays
 from fedloom.platform.data.artefact import (
     FORMAT,
     AnyArray,
@@ -50,7 +51,7 @@ def prepare_dataset(config: DataConfig, *, verify: bool = False) -> Path:
     folder, name = _folder(config, identity), _name(config)
     if not folder.is_dir():
         check_cache(config)
-        read = _tokens(config, source) if isinstance(source, TokenSource) else source
+        read = source if isinstance(source, Source) else _in_memory(config, source)
         with atomic_folder(folder) as temporary:
             fields, arrays = _labelled(config, read, temporary) if isinstance(read, Source) else read
             write_artefact(temporary, MANIFEST, {"name": name, **fields, "source": identity}, arrays)
@@ -110,6 +111,24 @@ def _labelled(config: DataConfig, source: Source, folder: Path) -> Content:
     if source.client_names:
         fields["client_names"] = list(source.client_names)
     return fields, arrays
+
+
+def _in_memory(config: DataConfig, source: TokenSource | TreeArrays) -> Content:
+    return _tokens(config, source) if isinstance(source, TokenSource) else _trees(config, source)
+
+
+def _trees(config: DataConfig, source: TreeArrays) -> Content:
+    arrays: dict[str, AnyArray] = {}
+    content = source.content
+    for part, samples in _parts(config):
+        whole = {**content.parts[part].arrays}
+        if part in content.clients_by_part:
+            whole["client"] = content.clients_by_part[part]
+        number = len(whole[next(iter(whole))])
+        rows = _rows(config.dataset, part, number, samples, partial(uniform_rows, number))
+        arrays |= {f"{part}_{name}": array[rows] for name, array in whole.items()}
+    names, clients = list(content.class_names), list(content.client_names)
+    return {"kind": "tree", "num_classes": len(names), "class_names": names, "client_names": clients}, arrays
 
 
 def _tokens(config: DataConfig, source: TokenSource) -> Content:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import numpy as np
 from annotated_types import Interval
 
-from fedloom.platform.data.arrays import Arrays, read_npz, source_of
+from fedloom.platform.data.arrays import Arrays, TreeArrays, read_npz, source_of
 from fedloom.platform.data.artefact import ByteArray, Fields, IntArray
 from fedloom.platform.data.augment import AUGMENTATIONS, FEATURES_OF_SOUND
 from fedloom.platform.data.config import BY_LABEL, PARTITIONS, DataConfig, data_root
@@ -272,7 +272,7 @@ def data_choices(config: DataConfig) -> tuple[ComponentSpec, ComponentSpec]:
     return dataset, augment
 
 
-def find_source(config: DataConfig) -> Source | TokenSource:
+def find_source(config: DataConfig) -> Source | TokenSource | TreeArrays:
     """The source of the data set `config.dataset`.
 
     Raises ValueError with the places searched, or naming the file that is not in the published layout; PluginError for

@@ -69,7 +69,7 @@ class TrainingWarnings:
             return
         training = sum(accuracy * n for accuracy, n in trained) / samples
         validation = sum(m.value for m in scores) / len(scores)
-        if validation < CHANCES / self.world.config.space.num_classes and training > validation + FAR:
+        if validation < CHANCES / self.world.spec.space.num_classes and training > validation + FAR:
             self._has_compared = True
             logger.warning(
                 "%s, round %d: the clients' accuracy is %.2f, of their own networks on their own batches and with "

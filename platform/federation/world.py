@@ -31,6 +31,7 @@ from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.module import ModuleSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.tiers.budgets import Budget
@@ -161,22 +162,27 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     dataset_path = prepare_dataset(config.data)
     dataset = Dataset.open(dataset_path)
     dataset.verify_blocks()  # its content was not changed, as far as can be told in milliseconds
-    if tuple(space.input_shape) != tuple(dataset.input_shape) or config.space.num_classes != dataset.num_classes:
+    space_config, samples = config.space, tried_samples(dataset)
+    if isinstance(space, ModuleSpace):
+        space_config = space.fitted(dataset)
+        space = ModuleSpace(space_config)
+        space.batch = samples[0]
+    if space.input_shape != dataset.input_shape or space_config.num_classes != dataset.num_classes:
+        shape = list(dataset.input_shape) if isinstance(dataset.input_shape, tuple) else dataset.input_shape
         raise ValueError(
-            f"space {config.space.name} takes {tuple(space.input_shape)} and {config.space.num_classes} classes, "
-            f"{config.data.dataset} has {tuple(dataset.input_shape)} and {dataset.num_classes}: "
-            f"choose a space that fits, or set space.input_shape={list(dataset.input_shape)} and space.num_classes="
-            f"{dataset.num_classes}"
+            f"space {config.space.name} takes {space.input_shape} and {space_config.num_classes} classes, "
+            f"{config.data.dataset} has {dataset.input_shape} and {dataset.num_classes}: "
+            f"choose a space that fits, or set space.input_shape={shape} and space.num_classes={dataset.num_classes}"
         )
     augment = coloured(augment, dataset.colours)
+    outputs = space.tried(*samples) if isinstance(space, ModuleSpace) else None
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
     costs = costs or measure_costs(config.tiers, space)
     cost_table, macs_table = costs.budget, costs.macs
     tiers = split_into_tiers(config, space, cost_table)
     data = FederatedData.open(dataset_path, partition_path)
-    x, y = tried_samples(data.dataset)
-    check_augmentation(augment, x)
-    check_objective(objective, y, config.space.num_classes)
+    check_augmentation(augment, samples[0])
+    check_objective(objective, samples[1], space_config.num_classes, outputs)
     devices = device_table(config, data.num_clients)
     tier_of_client = assigned_tiers(config, tiers, data.num_clients, devices)
     tasks = tasks_of(config, space, dataset, len(tiers))
@@ -195,7 +201,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
         devices=devices,
         augment=augment,
         spec=WorkerSpec(
-            space=config.space,
+            space=space_config,
             dataset_path=str(dataset_path),
             partition_path=str(partition_path),
             training_seed=config.seed_for("training"),
@@ -207,6 +213,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
             deterministic=config.executor.deterministic,
             objective=objective,
             label_sets=tasks.labels,
+            constants=space.constants_hash,
         ),
         tasks=tasks,
     )

@@ -38,6 +38,7 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import single
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, from_generator, to_all
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
@@ -227,7 +228,7 @@ def routed(worker: Worker, weights: Weights, data: Samples) -> tuple[Router, Ten
     """The received router, and its input computed from these data."""
     classes = worker.spec.space.num_classes
     router = received_router(summing_options(worker.space, "fedmn"), classes, weights, worker.device)
-    return router, embedding_of(data, classes)
+    return router, embedding_of((single(data[0], "fedmn"), single(data[1], "fedmn")), classes)
 
 
 @dataclass(frozen=True)

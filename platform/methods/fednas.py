@@ -14,6 +14,7 @@ from fedloom.platform.clients.scoring import validation_scores
 from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of, with_more
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Plan,
@@ -78,8 +79,8 @@ class TrainMixed:
         step = self.search.step(worker, assignment, silo)
         shared = train_network(worker, assignment, network, weights, data, self.local, step)
         scores = validation_scores(worker, assignment, network) if self.scored else ()
-        update = with_more(update_of(shared, len(data[1]), self.rules.weighting), {ALPHAS: alphas.detach()})
-        outcome = trained_outcome(shared, len(data[1]), update)
+        update = with_more(update_of(shared, rows_of(data[1]), self.rules.weighting), {ALPHAS: alphas.detach()})
+        outcome = trained_outcome(shared, rows_of(data[1]), update)
         return replace(outcome, macs=self.search.passes * outcome.macs, measurements=scores)
 
 

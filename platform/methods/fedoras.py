@@ -32,6 +32,7 @@ from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, EstimateStatis
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Trained
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Plan,
@@ -157,8 +158,8 @@ class Paths:
 
         def forward(x_B: Tensor) -> Tensor:
             path = sampler.sample(rng)
-            through.update(dict.fromkeys(enumerate(path), len(x_B)))
-            spent_macs[0] += macs_of(path) * len(x_B)
+            through.update(dict.fromkeys(enumerate(path), rows_of(x_B)))
+            spent_macs[0] += macs_of(path) * rows_of(x_B)
             return cast(Tensor, module(x_B, path))
 
         return PathsNetwork(

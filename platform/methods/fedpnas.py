@@ -19,6 +19,7 @@ from fedloom.platform.clients.scoring import PERSONAL, validation_scores
 from fedloom.platform.clients.trainer import client_samples, train_network, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import Round, fresh_supernet, to_all
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
@@ -106,9 +107,9 @@ class TrainSplit:
         scores = validation_scores(worker, assignment, network, PERSONAL) if validation == "scored" else ()
         trained = trained.copied()
         after = Personal(without(trained.tensors, base), without(trained.momentum, base), silo.remaining)
-        update = only(update_of(trained, len(data[1]), self.rules.weighting), base)
+        update = only(update_of(trained, rows_of(data[1]), self.rules.weighting), base)
         return replace(
-            trained_outcome(trained, len(data[1]), update),
+            trained_outcome(trained, rows_of(data[1]), update),
             macs=trained.macs + searching_macs,
             forward_macs=searching_macs,
             measurements=scores,

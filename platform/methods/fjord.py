@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
 from fedloom.platform.clients.objectives import DistilledLoss
+from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.method import Method
 from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, of_widths, tier_stages
 from fedloom.platform.seeding import stream
@@ -63,7 +64,7 @@ class Ordered:
         def forward(x_B: Tensor) -> Tensor:
             # With distillation the passes of a batch are the widest's and a drawn width's, in turn.
             width = self.widest if taught is not None and taught.is_first else next(draws)
-            spent_macs[0] += worker.spec.macs_table.cost(width) * len(x_B)
+            spent_macs[0] += worker.spec.macs_table.cost(width) * rows_of(x_B)
             outputs: Tensor = whole.module(x_B) if width == self.widest else _narrow(worker, self.widest, width, x_B)
             if taught is not None:
                 taught.passed(outputs)

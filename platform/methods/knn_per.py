@@ -17,6 +17,7 @@ from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
 from fedloom.platform.clients.trainer import client_samples
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import single
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silos import (
@@ -73,11 +74,11 @@ class ScoreNearest:
         worker.load(network.module, weights, network.slices)
         worker.set_mode(network.module, training=False)
         generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
-        store = client_samples(worker, assignment, use_validation=self.use_validation)
+        store = _single(client_samples(worker, assignment, use_validation=self.use_validation))
         with worker.randomness(network.module, generator):
             return self._scored(worker, network, store, client_id)
 
-    def _scored(self, worker: Worker, network: Network, store: Samples, client_id: int) -> ClientResult:
+    def _scored(self, worker: Worker, network: Network, store: tuple[Tensor, Tensor], client_id: int) -> ClientResult:
         features, store_logits = features_and_logits(network, store[0])
 
         def mixture(queries: Tensor, logits: Tensor, *, leave_one_out: bool = False) -> tuple[Tensor, Tensor]:
@@ -88,9 +89,9 @@ class ScoreNearest:
         if self.use_validation:
             share = best_share(*mixture(features, store_logits, leave_one_out=True), store[1])
         else:
-            x, y = worker.client_data(client_id, "validation")
+            x, y = _single(worker.client_data(client_id, "validation"))
             share = best_share(*mixture(*features_and_logits(network, x)), y)
-        x, y = worker.client_data(client_id, "test")
+        x, y = _single(worker.client_data(client_id, "test"))
         near, predicted = mixture(*features_and_logits(network, x))
         mixed = score_of(share * near + (1 - share) * predicted, y)
         rows = (
@@ -99,6 +100,10 @@ class ScoreNearest:
             Measurement(PERSONAL, network.name, None, "neighbour_share", share, 0),
         )
         return scored_outcome(worker, network, mixed, rows)
+
+
+def _single(data: Samples) -> tuple[Tensor, Tensor]:
+    return single(data[0], "knn_per"), single(data[1], "knn_per")
 
 
 @torch.no_grad()

@@ -5,18 +5,18 @@ Settings of SPIDER, App. B.1.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, places_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import validation_scores
 from fedloom.platform.clients.trainer import ValidationUse, client_samples, train_network, trained_outcome, update_of
-from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, gradient_of
+from fedloom.platform.clients.training import SGD, LocalSGD, Outputs, Samples, Step, gradient_of
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import Round
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import EPOCHS, Rules
@@ -82,7 +82,8 @@ class TrainMeta:
 
         shared = train_network(worker, assignment, network, weights, data, self.local, meta)
         scores = validation_scores(worker, assignment, network) if self.validation == "scored" else ()
-        outcome = trained_outcome(shared, len(data[1]), update_of(shared, len(data[1]), self.rules.weighting))
+        samples = rows_of(data[1])
+        outcome = trained_outcome(shared, samples, update_of(shared, samples, self.rules.weighting))
         return replace(outcome, macs=BATCHES_PER_STEP * outcome.macs, measurements=scores)
 
 
@@ -91,7 +92,7 @@ class MetaStep:
     """w' = w - alpha * grad(w; one batch), then w <- w - beta * grad(w'; another batch), beta being SGD's rate."""
 
     sgd: SGD
-    forward: Callable[[Tensor], Tensor]
+    forward: Callable[[Any], Outputs]
     batches: Iterator[Samples]
     inner_lr: float
     objective: Objective

@@ -37,6 +37,7 @@ from fedloom.platform.clients.training import SGD, Corrections, LocalSGD, Sample
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.augment import augmentation
 from fedloom.platform.data.on_device import upload
+from fedloom.platform.data.trees import first, rows_of, single, taken
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Initial,
@@ -236,9 +237,10 @@ def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) 
     """Yields batches without end, reshuffled after every pass over the samples and augmented as in training."""
     (x, y), augment = data, augmentation(local.augment)
     while True:
-        for index in batch_indices(len(y), local.batch_size, 1, generator, x.device, y if local.balanced else None):
-            x_B, y_B = x.index_select(0, index), y.index_select(0, index)
-            yield (x_B if augment is None else augment(x_B, generator)), y_B
+        balanced = single(y, "a client with balanced classes") if local.balanced else None
+        for index in batch_indices(rows_of(y), local.batch_size, 1, generator, first(x).device, balanced):
+            x_B, y_B = taken(x, index), taken(y, index)
+            yield (x_B if augment is None else augment(single(x_B, "an augmentation"), generator)), y_B
 
 
 def resumed(momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> Callable[[SGD], SGD]:
@@ -253,7 +255,7 @@ def pair_outcome(
     shared: TrainedNetwork, personal: TrainedNetwork, data: Samples, weighting: ComponentSpec, silo: Personal
 ) -> ClientResult:
     """The outcome of training both models: loss and metric are the personal model's, the update the shared one's."""
-    samples = len(data[1])
+    samples = rows_of(data[1])
     outcome = trained_outcome(shared, samples, update_of(shared, samples, weighting))
     return replace(
         outcome,

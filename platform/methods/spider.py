@@ -35,6 +35,7 @@ from fedloom.platform.clients.scoring import (
 from fedloom.platform.clients.trainer import client_samples, received, train_network
 from fedloom.platform.clients.training import SGD, LocalSGD, Step, epoch_sizes
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, Round, RunState, fresh_supernet, to_all
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
@@ -245,7 +246,7 @@ class TrainAndScore:
             worker.set_mode(network.module, training=True)
 
         def watched(sgd: SGD) -> Step:
-            steps = len(epoch_sizes(len(data[1]), self.local.batch_size))
+            steps = len(epoch_sizes(rows_of(data[1]), self.local.batch_size))
             return sgd if self.epoch == LAST else EachEpoch(sgd, steps, look)
 
         start = start_of(assignment, weights)

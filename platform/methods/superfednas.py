@@ -23,6 +23,7 @@ from fedloom.platform.clients.objectives import DistilledLoss
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Plan,
@@ -201,7 +202,7 @@ class Shrinking:
 
         def forward(x_B: Tensor) -> Tensor:
             architecture = next(draws)
-            spent_macs[0] += worker.spec.macs_table.cost(architecture) * len(x_B)
+            spent_macs[0] += worker.spec.macs_table.cost(architecture) * rows_of(x_B)
             outputs = cast(Tensor, module(x_B, architecture))
             if taught is not None:
                 taught.passed(outputs)

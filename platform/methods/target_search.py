@@ -11,6 +11,7 @@ from fedloom.platform.clients.execution import Executor, SharedWeights, make_chu
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.trees import single
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.method import Stage
@@ -122,7 +123,11 @@ class MeasureLatency:
         x, _ = worker.central_data("validation").tensors(slice(1))
         measurements: list[Measurement] = []
         for architecture in self.architectures:
-            latency = latency_s_of(loaded_subnet(worker, Subnet(architecture), weights), x, repeats=self.repeats)
+            latency = latency_s_of(
+                loaded_subnet(worker, Subnet(architecture), weights),
+                single(x, "a measure of latency"),
+                repeats=self.repeats,
+            )
             figures = {"latency_s": latency.median_s, "latency_spread_s": latency.spread_s}
             name = architecture_id(architecture)
             measurements += [

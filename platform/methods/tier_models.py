@@ -13,6 +13,7 @@ from fedloom.platform.clients.evaluation import estimate_statistics
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet, statistics_of, statistics_update
 from fedloom.platform.clients.trainer import Train
+from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
     Plan,
@@ -143,7 +144,7 @@ class Statistics:
         module = loaded_subnet(worker, self.subnet, weights)
         x, _ = worker.client_data(client_of(assignment), "train")
         estimate_statistics(module, x)
-        return replace(self.account(worker, assignment), update=statistics_update(module, float(len(x))))
+        return replace(self.account(worker, assignment), update=statistics_update(module, float(rows_of(x))))
 
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of `run`, counted without a pass."""

@@ -111,7 +111,7 @@ def source_of(config: TransferConfig, world: World) -> Source:
             taken[name] = there.clone()
         elif model == SUPERNET and tuple(there.shape) == supernet_shapes(space)[stored_name]:
             taken[name] = cut[name].of(there).clone()
-        elif tensor.shape[1:] != there.shape[1:] or len(tensor) != world.config.space.num_classes:
+        elif tensor.shape[1:] != there.shape[1:] or len(tensor) != world.spec.space.num_classes:
             shapes = f"{name} is {tuple(there.shape)} there and {tuple(tensor.shape)} here"
             raise _unlike(paths.run_id, world, shapes)
     if config.from_scratch:

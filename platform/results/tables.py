@@ -93,6 +93,7 @@ COLUMNS: Mapping[str, Mapping[str, Column]] = {
         "source_hash": Column("str", "hash of fedloom's source and of your own code", of_time=True),
         "dataset_hash": Column("str", "hash of the prepared data set"),
         "partition_hash": Column("str", "hash of which client has which samples"),
+        "constants_hash": Column("str", "hash of what a network neither trains nor sends; null if it has nothing such"),
         "inputs": Column("str", "JSON: SHA-256 of each file that the configuration names, by its path"),
         "status": Column(
             "str", "running, done, failed or interrupted, as last recorded (fedloom status also knows dead and stalled)"

@@ -274,7 +274,7 @@ def stored_world(paths: RunPaths, config: RunConfig) -> World:
     for line in changed_files(paths, recorded_inputs(paths), input_hashes(asdict(config))).values():
         raise ValueError(line)
     world = build_world(config, load_costs(paths.artifacts / COSTS))
-    check_data(paths, config.data.dataset, world.data)
+    check_data(paths, config.data.dataset, world.data, world.space.constants_hash)
     return world
 
 

@@ -93,7 +93,7 @@ def _copy_of(artifacts: Path, name: str, sha256: str) -> Path:
 
 def recorded_inputs(paths: RunPaths) -> Row:
     """The columns of `input_columns` in a run's row; without those that an earlier version did not write."""
-    rows = read_runs([paths], "runs", ["dataset_hash", "partition_hash", "inputs"])
+    rows = read_runs([paths], "runs", ["dataset_hash", "partition_hash", "inputs", "constants_hash"])
     return {str(name): text for name, text in rows.iloc[-1].dropna().items()} if len(rows) else {}
 
 
@@ -112,9 +112,14 @@ def changed_files(paths: RunPaths, recorded: Row, now: Mapping[str, str]) -> dic
     return lines
 
 
-def check_data(paths: RunPaths, dataset: str, data: FederatedData) -> None:
-    """Raises ValueError if the data set or its partition is not the one that a run began with."""
+def check_data(paths: RunPaths, dataset: str, data: FederatedData, constants_hash: str) -> None:
+    """Raises ValueError if the data set, its partition or a network's constants are not those that a run began with."""
     recorded = recorded_inputs(paths)
+    if recorded.get("constants_hash", "") != constants_hash:
+        raise ValueError(
+            f"space.build gives other constants than those with which run {paths.run_id} began: restore what it reads, "
+            "or start a new run"
+        )
     for column, now in (("dataset_hash", data.dataset.hash), ("partition_hash", data.partition_hash)):
         if recorded.get(column, now) != now:
             raise ValueError(other_data(paths, dataset))
@@ -234,6 +239,7 @@ def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str
         "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
         "source_hash": source_hash(sources),
         **input_columns(asdict(config), world.data),
+        "constants_hash": world.space.constants_hash or None,
         "label_variation": world.data.label_variation(),
         "size_variation": size_variation(world.data.sizes("train")),
         "traits": json.dumps(method_of(config.method).traits(config.method), sort_keys=True),

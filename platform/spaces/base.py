@@ -110,6 +110,8 @@ class SearchSpace(Protocol):
     """Dtype of the inputs: floats for images, int64 for tokens."""
     channels_last: bool = False
     """Whether its networks of images compute faster with the channels last, on most machines."""
+    stacks: bool = True
+    """Whether clients' subnets may be computed as one batch, if torch can vectorise their layers."""
     _decision_kind: str = "decision"
     """The word for a decision in messages."""
 
@@ -129,6 +131,11 @@ class SearchSpace(Protocol):
     def keeps_statistics(self) -> bool:
         """Whether a subnet's running statistics must be estimated before it is scored."""
         return False
+
+    @property
+    def constants_hash(self) -> str:
+        """SHA-256 (hex) of the tensors that neither train nor travel, which every process makes; empty for none."""
+        return ""
 
     @property
     def slices_tensors(self) -> bool:

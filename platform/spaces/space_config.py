@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from fedloom.platform.settings import NOT_EMPTY, SHARE, UP_TO_A_THOUSAND, ComponentName
+from fedloom.platform.settings import NOT_EMPTY, PATH, SHARE, UP_TO_A_THOUSAND, ComponentName
 from fedloom.platform.spaces.base import SearchSpace
 
 CHANNELS = Interval(ge=1, le=100_000)
@@ -62,6 +62,16 @@ class SpaceConfig:
     stem_multiplier: Annotated[int | None, UP_TO_A_THOUSAND, "channels of the stem as a multiple of the cells'"] = None
     affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
     modules: Annotated[int | None, Interval(ge=1, le=100), "number of modules per block to choose from"] = None
+    build: Annotated[str | None, ComponentName("network"), "module: what gives the network, as module:function"] = None
+    weights: Annotated[
+        str | None, PATH, "module: a .safetensors file, or an index of several, whose values replace the network's own"
+    ] = None
+    weights_names: Annotated[
+        dict[str, str] | None, "module: beginnings of names in that file, and what the network's begin with instead"
+    ] = None
+    input_shapes: Annotated[
+        dict[str, list[int]] | None, "module: shapes of several inputs by name; null: those of the data"
+    ] = None
     options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
 
 

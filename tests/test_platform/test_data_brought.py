@@ -158,7 +158,10 @@ FLOATS = RNG.normal(size=(50, 4))
         (Arrays((np.where(np.arange(200).reshape(50, 4) == 7, np.nan, FLOATS), LABELS)), "inputs hold NaN or infinity"),
         (Arrays((IMAGES.astype(str), LABELS)), "inputs are <U3 .*give numbers"),
         (Arrays((LABELS, LABELS)), r"inputs are int64 \(50,\): give numbers \(n, ...\)"),
-        (Arrays((FLOATS, LABELS), (IMAGES, LABELS)), r"train holds float32 \(4,\) per sample, test uint8"),
+        (
+            Arrays((FLOATS, LABELS), (IMAGES, LABELS)),
+            r"train holds x float32 \(4,\), y .*, test x uint8",
+        ),
         (Arrays((FLOATS, LABELS), mean=[0.0]), "gives one of mean and std: give both, or neither"),
         (Arrays((FLOATS, LABELS), mean=[0.0], std=[1.0]), r"mean=\[0.0\]: give a finite number for each of 4 channels"),
         (Arrays((FLOATS, LABELS), mean=[0.0] * 4, std=[0.0] * 4), "std=.*give a finite number for each of 4 channels"),

@@ -1,0 +1,249 @@
+"""Any network as it is: `space.name=module space.build=my_net:build`.
+
+`build(input_shape, num_classes)`, or `build()`, gives any `nn.Module`. Training starts from its own weights. What needs
+a gradient is trained and sent, and so are buffers; everything else, such as a frozen body, is a constant: every process
+has it from its own call of `build`, holds it once, and never sends it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.trees import Tree
+from fedloom.platform.plugins import PluginError, blaming, imported, nearest
+from fedloom.platform.spaces.base import FixedSpace, Measure
+from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, bytes_of
+from fedloom.platform.spaces.space_config import SpaceConfig, Spaces
+from fedloom.platform.words import said
+from fedloom.tiers.costs import CostTable
+
+CONSTANTS_SEED = 0
+"""Constants are those of a network that is built with torch's generator at this seed, the same in all runs."""
+
+
+class ModuleSpace(FixedSpace):
+    """A user's network as a space of one architecture, `(0,)`, called as `forward(x)`, or `forward(**x)` by names."""
+
+    stacks = False  # what its `forward` does with a batch of clients, nobody can tell
+
+    def __init__(self, config: SpaceConfig) -> None:
+        self.config, self.name, self.options = config, config.name, (1,)
+        self.batch: Tree | None = None
+        """A batch on whose first sample costs are measured; zeros of the input shape until the data are known."""
+
+    @property
+    def input_shape(self) -> Any:  # type: ignore[override]  # shapes by name for several inputs
+        """The shape of one sample; ValueError if neither the configuration nor the data has told it."""
+        if self.config.input_shapes:
+            return {name: tuple(shape) for name, shape in self.config.input_shapes.items()}
+        if self.config.input_shape is None:
+            raise ValueError("space.input_shape is not known without the data: give the shape of one sample")
+        return tuple(self.config.input_shape)
+
+    @property
+    def slices_tensors(self) -> bool:
+        """Its own module scores it: a second one, as a supernet, would hold the constants twice."""
+        return True
+
+    def fitted(self, dataset: Dataset) -> SpaceConfig:
+        """The configuration with the shapes and classes of a data set, where it leaves them open."""
+        config, shapes = self.config, dataset.input_shape
+        if config.input_shape is None and config.input_shapes is None:
+            by_name = {name: list(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else None
+            one = None if isinstance(shapes, Mapping) else list(shapes)
+            config = replace(config, input_shape=one, input_shapes=by_name)
+        return replace(config, num_classes=dataset.num_classes)
+
+    # -- networks ---------------------------------------------------------------------------------------------------
+
+    def _built(self, seed: int) -> nn.Module:
+        """What the user's function gives with torch's generator at this seed; PluginError if it is no module."""
+        path = self.config.build or ""
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), blaming("network", path):
+            torch.default_generator.manual_seed(seed)
+            build = imported("network", path)
+            made = build(self.input_shape, self.config.num_classes) if _takes_arguments(build) else build()
+        if not isinstance(made, nn.Module):
+            raise PluginError(f"network {path!r} gives {type(made).__name__}: give a torch.nn.Module")
+        if self.config.weights is not None:
+            load_stored(made, Path(self.config.weights).expanduser(), self.config.weights_names or {})
+        return made
+
+    @cached_property
+    def _template(self) -> nn.Module:
+        """The network with its constants; nobody trains it."""
+        return self._built(CONSTANTS_SEED)
+
+    def build_subnet(self, architecture: Architecture) -> nn.Module:
+        """The network, whose trained tensors are NaN until weights are loaded; all share the constants' memory."""
+        self.validate(architecture)
+        shared = {id(t): _sharing(t) for t in _constants(self._template).values()}
+        module = copy.deepcopy(self._template, shared)
+        with torch.no_grad():
+            for tensor in travelling(module).values():
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+        module.register_forward_pre_hook(_by_name, with_kwargs=True)
+        return module.to(torch.get_default_device())
+
+    def build_supernet(self) -> nn.Module:
+        """The same, called with `(x, architecture)`."""
+        return self.build_subnet((0,))
+
+    def tried(self, x: Tree, y: Tree) -> Any:
+        """Its outputs for a batch of the data, with gradients.
+
+        Raises PluginError, with the line of the user's code, for a network that fails, has nothing to train, or gives
+        logits (B, classes) or (B, classes, T) of another number of classes than labels (B,) or (B, T) have.
+        """
+        module = self.build_subnet((0,))
+        module.load_state_dict(self.initial_weights(torch.Generator().manual_seed(0)), strict=False)
+        path = self.config.build or ""
+        if not self.parameter_names:
+            raise PluginError(f"network {path!r} has no parameter that needs a gradient: there is nothing to train")
+        with blaming("network", path), torch.random.fork_rng(devices=[]):
+            outputs = module.train()(x)
+        logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+        if isinstance(logits, Tensor) and isinstance(y, Tensor):
+            expected = (len(y), self.config.num_classes, *y.shape[1:])
+            if tuple(logits.shape) != expected:
+                raise PluginError(
+                    f"network {path!r} gives {tuple(logits.shape)} for labels {tuple(y.shape)} of "
+                    f"{self.config.num_classes} classes: expected {expected}"
+                )
+        return outputs
+
+    # -- tensors ----------------------------------------------------------------------------------------------------
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(name for name, p in self._template.named_parameters() if p.requires_grad)
+
+    @cached_property
+    def constants_hash(self) -> str:
+        """SHA-256 (hex) of the constants; empty if there are none."""
+        constants = _constants(self._template)
+        digest = sha256()
+        for name, tensor in constants.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest() if constants else ""
+
+    def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """The tensors that are sent, of a network that is built with this generator's seed."""
+        module = self._built(generator.initial_seed() % 2**63)
+        return {name: tensor.detach().clone() for name, tensor in travelling(module).items()}
+
+    def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
+        self.validate(architecture)
+        return self.initial_weights(generator)
+
+    def slices(self, architecture: Architecture) -> SliceMap:
+        """All tensors that are sent, as wholes."""
+        self.validate(architecture)
+        return {name: Slice(name) for name in travelling(self._template)}
+
+    # -- costs ------------------------------------------------------------------------------------------------------
+
+    def _table_of(self, measure: Measure) -> CostTable:
+        """The cost of the network as it is; bytes are those of the tensors that are sent."""
+        if measure.name == "bytes":
+            return measure.table(float(bytes_of(travelling(self._template))), [[0.0]])
+        module = copy.deepcopy(self._template).eval()
+        module.register_forward_pre_hook(_by_name, with_kwargs=True)
+        return measure.table(float(measure.of(module, self._batch())), [[0.0]])
+
+    def _batch(self) -> Any:
+        if self.batch is not None:
+            return self.batch
+        shapes = self.input_shape
+        if isinstance(shapes, Mapping):
+            return {name: torch.zeros((1, *shape)) for name, shape in shapes.items()}
+        return torch.zeros((1, *shapes))
+
+
+def load_stored(module: nn.Module, file: Path, names: Mapping[str, str]) -> None:
+    """Copies a file's tensors into a network; of `names`, the longest that a tensor's name begins with is replaced.
+
+    The file is safetensors, or the JSON index of several, as Hugging Face writes them. Tensors of the network that it
+    does not hold keep their values. Raises ValueError for a file that cannot be read, and for a tensor that the network
+    does not have, or has in another shape.
+    """
+    try:
+        if file.suffix == ".json":
+            parts = sorted(set(json.loads(file.read_text())["weight_map"].values()))
+            stored = {name: t for part in parts for name, t in load_file(file.parent / part).items()}
+        else:
+            stored = load_file(file)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(f"space.weights={file}: no safetensors can be read from it ({said(error)})") from error
+    tensors = module.state_dict(keep_vars=True)
+    for given, tensor in stored.items():
+        old = max((name for name in names if given.startswith(name)), key=len, default="")
+        name = names.get(old, "") + given[len(old) :]
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            known = tensors.get(name)
+            has = f"none{nearest(name, [*tensors])}" if known is None else f"it as {tuple(known.shape)}"
+            raise ValueError(
+                f"space.weights={file}: its {given} is {tuple(tensor.shape)}, the network has {has}; "
+                "space.weights_names maps beginnings of names"
+            )
+        with torch.no_grad():
+            tensors[name].copy_(tensor)
+
+
+def travelling(module: nn.Module) -> dict[str, Tensor]:
+    """What is sent of a module, by name: parameters with a gradient, and buffers that belong to its state."""
+    state = module.state_dict(keep_vars=True)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}  # a shared one once
+    return trained | {name: buffer for name, buffer in module.named_buffers() if name in state}
+
+
+def _constants(module: nn.Module) -> dict[str, Tensor]:
+    """What neither trains nor travels: parameters without a gradient."""
+    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def _sharing(constant: Tensor) -> nn.Parameter:
+    return nn.Parameter(constant.detach(), requires_grad=False)
+
+
+def _by_name(_module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments of the user's `forward` for a batch, or for a batch and an architecture."""
+    x = inputs[0]
+    return ((), {**x, **options}) if isinstance(x, Mapping) else ((x,), options)
+
+
+def _takes_arguments(build: Any) -> bool:
+    parameters = inspect.signature(build).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def from_config(config: SpaceConfig) -> ModuleSpace:
+    """The space of a user's network.
+
+    Raises ValueError if no network is named, or for a value that belongs to other spaces.
+    """
+    if config.build is None:
+        raise ValueError("space.name=module needs space.build=my_net:build, which gives the network")
+    known = ("build", "weights", "weights_names", "num_classes", "input_shape", "input_shapes")
+    for name, value in vars(config).items():
+        if name not in ("name", *known) and value not in (None, {}):
+            raise ValueError(f"space module has no {name}; it has {', '.join(known)}")
+    return ModuleSpace(config)
+
+
+SPACES: Spaces = {"module": from_config}

@@ -1,0 +1,355 @@
+"""Networks as they are: what is trained, sent and kept of them, their own weights, and samples of several tensors."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.world import build_world
+from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.plugins import PluginError
+from fedloom.platform.results.checkpoint import load_model
+from fedloom.platform.results.paths import list_runs
+from fedloom.platform.runs.run import make_serial, resume_run, start_run
+from fedloom.platform.spaces.module import ModuleSpace, travelling
+from fedloom.platform.spaces.space_config import SpaceConfig
+
+SOURCE = '''
+import numpy as np
+import torch
+from torch import nn
+
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.data.arrays import Arrays
+
+
+def frozen(input_shape, num_classes):
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU()).requires_grad_(False)
+    return nn.Sequential(body, nn.Linear(32, num_classes))
+
+
+def file_body():
+    body = nn.Linear(64, 32).requires_grad_(False)
+    body.weight.data.fill_(float(open(FILE).read()))
+    return nn.Sequential(nn.Flatten(), body, nn.Linear(32, 10))
+
+
+class Lora(nn.Module):
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.A, self.B = nn.Parameter(torch.randn(rank, 64)), nn.Parameter(torch.zeros(10, rank))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.A.T @ self.B.T
+
+
+def lora():
+    return nn.Sequential(nn.Flatten(), Lora(nn.Linear(64, 10)))
+
+
+class Tied(nn.Module):
+    """An autoencoder whose decoder is its encoder, then a classifier; with dropout and both kinds of norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 8, bias=False), nn.Linear(64, 8, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.norms = nn.Sequential(nn.BatchNorm1d(64), nn.LayerNorm(64), nn.Dropout(0.1))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(self.norms(self.encoder(x.flatten(1)) @ self.decoder.weight))
+
+
+class Wanders(nn.Module):
+    """Does another number of steps for every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return sum(self.layer(x) for _ in range(1 + int(x.sum().item() > 1e9)))
+
+
+def short():
+    return nn.Sequential(nn.Flatten(), nn.Linear(63, 10))
+
+
+def thirteen(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 13))
+
+
+def still():
+    return nn.Linear(8, 10).requires_grad_(False)
+
+
+def number():
+    return 5
+
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        return x.flatten(1)[:, :, 0]
+
+
+def fails():
+    return Fails(64, 10)
+
+
+class Former(nn.Module):
+    def __init__(self, classes, size=8):
+        super().__init__()
+        self.embed = nn.Embedding(30, size)
+        self.layer = nn.TransformerEncoderLayer(size, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(size, classes)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.layer(self.embed(input_ids), src_key_padding_mask=~attention_mask)
+        return {"logits": self.head(hidden[:, 0]), "hidden": hidden}
+
+
+def former(input_shape, num_classes):
+    assert input_shape == {"input_ids": (6,), "attention_mask": (6,)}
+    return Former(num_classes)
+
+
+def texts(config):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 30, (120, 6))
+    ids[:, 0] = labels = rng.integers(0, 3, 120)
+    mask = np.arange(6) < rng.integers(2, 7, 120)[:, None]
+    return Arrays(({"input_ids": ids, "attention_mask": mask}, labels, np.arange(120) % 8))
+
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return {"value": self.layer(x)[:, 0], "features": (x,)}
+
+
+def values(config):
+    x = np.random.default_rng(0).normal(size=(80, 3))
+    return Arrays((x, {"value": x @ [1.0, -2.0, 0.5]}))
+
+
+class Squares(Objective):
+    def targets(self, outputs, targets):
+        return outputs["value"], targets["value"]
+
+    def losses(self, outputs, targets):
+        value, wanted = self.targets(outputs, targets)
+        return (value - wanted) ** 2
+
+    def loss(self, outputs, targets):
+        return self.losses(outputs, targets).mean()
+
+    def loss_sum(self, outputs, targets):
+        return self.losses(outputs, targets).sum()
+
+    def metric_sum(self, outputs, targets):
+        return (self.losses(outputs, targets) < 0.01).sum()
+'''
+
+Make = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def my_net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A module of a user's, importable in this process."""
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "value").write_text("0.5")
+    (folder / "my_net.py").write_text(SOURCE.replace("FILE", repr(str(folder / "value"))))
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    del sys.modules["my_net"]
+
+
+@pytest.fixture
+def config_of(tiny_config_in: Make) -> Make:
+    def make(results: Path, build: str, space: Any = None, train: Any = None, **changes: Any) -> RunConfig:
+        training = TrainingConfig(**{"rounds": 2, "clients_per_round": 3, "batch_size": 8, **(train or {})})
+        named = SpaceConfig("module", build=f"my_net:{build}", **(space or {}))
+        tiers = TiersConfig(count=1)
+        return tiny_config_in(results, space=named, tiers=tiers, method=FedAvgConfig(train=training), **changes)
+
+    return make
+
+
+def own(build: str, seed: int = 1, **changes: Any) -> tuple[ModuleSpace, dict[str, torch.Tensor]]:
+    """A space of digits, and the weights with which a run begins."""
+    space = ModuleSpace(SpaceConfig("module", build=f"my_net:{build}", input_shape=[1, 8, 8], **changes))
+    return space, space.initial_weights(torch.Generator().manual_seed(seed))
+
+
+# -- what is trained and sent -----------------------------------------------------------------------------------------
+
+
+def test_training_starts_from_the_networks_own_weights_drawn_with_the_runs_seed() -> None:
+    space, weights = own("lora", seed=7)
+    assert [*weights] == ["1.A", "1.B"]
+    assert torch.equal(weights["1.B"], torch.zeros(10, 2)), "as it was, and not drawn anew"
+    torch.manual_seed(7)
+    assert torch.equal(weights["1.A"], sys.modules["my_net"].lora()[1].A)
+    assert not torch.equal(weights["1.A"], own("lora", seed=8)[1]["1.A"])
+    base = [space.build_subnet((0,))[1].base.weight for _ in range(2)]
+    assert base[0].data_ptr() == base[1].data_ptr(), "constants are held once"
+
+
+def test_what_needs_no_gradient_is_neither_trained_nor_sent(config_of: Make, tmp_path: Path, results_of: Any) -> None:
+    results = results_of(config_of(tmp_path, "frozen"))
+    clients = results["clients"].query("stage == 'fedavg'")
+    assert set(clients["bytes_up"]) == set(clients["bytes_down"]) == {4 * (32 * 10 + 10)}
+    assert set(clients["parameters"]) == {330}
+    assert set(clients["macs"] / clients["samples"]) == {64 * 32 + 32 * 10}
+    assert set(clients["fallback"].isna()) == {True}
+    assert [*load_model(results.paths, "fedavg")[0]] == ["1.weight", "1.bias"]
+    assert len(results["runs"]["constants_hash"].iloc[0]) == 64
+
+
+def test_shared_tensors_travel_once_and_buffers_with_them(config_of: Make, tmp_path: Path, results_of: Any) -> None:
+    space, weights = own("Tied")
+    norms = [f"norms.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]
+    statistics = [f"norms.0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert [*weights] == ["encoder.weight", *norms, "head.weight", "head.bias", *statistics]
+    module = space.build_subnet((0,))
+    assert module.decoder.weight is module.encoder.weight
+    rows = results_of(config_of(tmp_path, "Tied"))["clients"].query("stage == 'fedavg'")
+    assert set(rows["status"]) == {"ok"}
+    assert set(rows["bytes_up"]) == {4 * (8 * 64 + 4 * 64 + 64 * 10 + 10 + 2 * 64) + 8}
+
+
+def test_the_steps_of_a_network_that_depend_on_values_are_counted_by_running_it() -> None:
+    space, _ = own("Wanders")
+    assert space.cost_table("macs").largest == 640
+
+
+# -- weights from elsewhere -------------------------------------------------------------------------------------------
+
+
+def test_stored_weights_replace_the_networks_own_and_its_constants(tmp_path: Path) -> None:
+    stored = {"model.1.weight": torch.full((10, 32), 2.0), "model.0.1.bias": torch.full((32,), 3.0)}
+    save_file(stored, tmp_path / "w.safetensors")
+    names = {"model.": ""}
+    space, weights = own("frozen", weights=str(tmp_path / "w.safetensors"), weights_names=names)
+    assert torch.equal(weights["1.weight"], stored["model.1.weight"])
+    assert torch.equal(weights["1.bias"], own("frozen")[1]["1.bias"]), "which is not in the file"
+    assert torch.equal(space.build_subnet((0,))[0][1].bias, stored["model.0.1.bias"])
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"model.1.weight": "w.safetensors", "model.0.1.bias": "w.safetensors"}}')
+    assert own("frozen", weights=str(index), weights_names=names)[0].constants_hash == space.constants_hash
+    for changes, message in (
+        (
+            {},
+            r"its model.0.1.bias is \(32,\), the network has none; did you mean '0.1.bias'\?;",
+        ),
+        ({"weights_names": {"model.": "", "model.0.1.": "1."}}, r"bias is \(32,\), the network has it as \(10,\)"),
+        ({"weights": str(tmp_path / "no")}, "no safetensors can be read from it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            own("frozen", **{"weights": str(tmp_path / "w.safetensors"), **changes})
+
+
+def test_a_run_goes_on_with_the_constants_with_which_it_began(config_of: Make, tmp_path: Path, my_net: Path) -> None:
+    config = config_of(tmp_path, "file_body")
+    run_id = start_run(config, make_serial)
+    spec = build_world(config).spec
+    (my_net / "value").write_text("0.25")
+    try:
+        with pytest.raises(ValueError, match=f"other constants than those with which run {run_id} began"):
+            resume_run(config, run_id, make_serial)
+        with pytest.raises(ValueError, match="builds other constants than the server"):
+            assert Worker(spec).space
+    finally:
+        (my_net / "value").write_text("0.5")
+    assert [paths.run_id for paths in list_runs(tmp_path)] == [run_id]
+
+
+# -- samples of several tensors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", [{}, {"local_rule": "scaffold", "momentum": 0.0}, {"local_rule": "fedprox"}])
+def test_a_transformer_gets_its_inputs_by_name(
+    config_of: Make, tmp_path: Path, results_of: Any, train: dict[str, Any]
+) -> None:
+    config = config_of(tmp_path, "former", train={"rounds": 3, "lr": 0.3, **train})
+    config.data.dataset, config.data.partition = "my_net:texts", "natural"
+    config.data.train_samples = config.data.test_samples = None
+    results = results_of(config)
+    clients = results["clients"].query("stage == 'fedavg'")
+    assert set(clients["status"]) == {"ok"}
+    assert clients["loss"].iloc[-3:].mean() < clients["loss"].iloc[:3].mean()
+    final = results["evaluations"].query("stage == 'evaluation' and split == 'test' and metric == 'accuracy'")
+    assert final["samples"].max() == 24, "a fifth is held out"
+
+
+def test_labels_may_be_anything_that_an_objective_takes(config_of: Make, tmp_path: Path, results_of: Any) -> None:
+    config = config_of(tmp_path, "Line", train={"rounds": 8, "lr": 0.05, "clients_per_round": 8})
+    config.data.dataset, config.data.partition, config.objective.name = "my_net:values", "iid", "my_net:Squares"
+    config.data.train_samples = config.data.test_samples = None
+    clients = results_of(config)["clients"].query("stage == 'fedavg'")
+    assert clients["loss"].iloc[-1] < 0.1 * clients["loss"].iloc[0]
+
+
+def test_several_tensors_are_stored_and_read_as_what_networks_take(config_of: Make, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "former")
+    config.data.dataset, config.data.partition = "my_net:texts", "natural"
+    config.data.train_samples = config.data.test_samples = None
+    data = build_world(config).data
+    x, y = data.client(3, "train")
+    assert isinstance(x, dict)
+    assert isinstance(y, torch.Tensor)
+    assert (x["input_ids"].dtype, x["attention_mask"].dtype, y.dtype) == (torch.int64, torch.bool, torch.int64)
+    given = sys.modules["my_net"].texts(None).train
+    rows = [int(np.flatnonzero((given[0]["input_ids"] == row.numpy()).all(axis=1))[0]) for row in x["input_ids"]]
+    assert {row % 8 for row in rows} == {3}
+    assert torch.equal(y, torch.from_numpy(given[1][rows]))
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ("short", r"network 'my_net:short' fails: RuntimeError: .*\(?4x64 and 63x10"),
+        ("fails", r"network 'my_net:fails' fails: IndexError: too many indices .* \(line \d+ of my_net.py\)"),
+        ("thirteen", r"gives \(4, 13\) for labels \(4,\) of 10 classes: expected \(4, 10\)"),
+        ("still", "has no parameter that needs a gradient: there is nothing to train"),
+        ("number", "gives int: give a torch.nn.Module"),
+        ("Line", r"network 'my_net:Line' fails: RuntimeError: .*8 and 3x1"),
+    ],
+)
+def test_a_network_is_tried_on_a_batch_before_a_run(config_of: Make, tmp_path: Path, build: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        build_world(config_of(tmp_path, build))
+
+
+def test_what_others_have_is_refused() -> None:
+    from fedloom.platform.spaces.registry import build_space
+
+    with pytest.raises(ValueError, match="space module has no channels; it has build, weights"):
+        build_space(SpaceConfig("module", build="my_net:lora", channels=3))
+    with pytest.raises(ValueError, match=r"needs space\.build=my_net:build"):
+        build_space(SpaceConfig("module"))
+
+
+def test_a_module_that_is_no_networks_part_is_no_constant() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, track_running_stats=False))
+    module.register_buffer("places", torch.arange(3), persistent=False)
+    assert [*travelling(module)] == ["0.weight", "0.bias"], "no buffer that does not belong to its state"
