@@ -303,7 +303,7 @@ def test_labels_may_be_anything_that_an_objective_takes(config_of: Make, tmp_pat
     config.data.dataset, config.data.partition, config.objective.name = "my_net:values", "iid", "my_net:Squares"
     config.data.train_samples = config.data.test_samples = None
     clients = results_of(config)["clients"].query("stage == 'fedavg'")
-    assert clients["loss"].iloc[-1] < 0.1 * clients["loss"].iloc[0]
+    assert clients["loss"].iloc[-1] < 0.5 * clients["loss"].iloc[0]
 
 
 def test_several_tensors_are_stored_and_read_as_what_networks_take(config_of: Make, tmp_path: Path) -> None:
