@@ -123,7 +123,7 @@ def run_chunk(
         begins(index)
         task = stacked.tasks.get(index, assignment.task)
         done = run_assignment(worker, replace(assignment, task=task), weights, chunk_result.sums, attempts)
-        chunk_result.client_results.append(replace(done, fallback=stacked.fallbacks.get(index)))
+        chunk_result.client_results.append(replace(done, fallback=stacked.fallbacks.get(index, done.fallback)))
     return chunk_result
 
 
@@ -241,6 +241,7 @@ def _message(error: BaseException) -> str:
 def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sums: Sums) -> ClientResult:
     reset_peak_memory(worker.device)
     started = time.perf_counter()
+    worker.not_compiled = None
     if assignment.state is not None:
         assignment = replace(assignment, state=own_copy(assignment.state))
     with worker.data.reading_test() if assignment.reads_test else nullcontext():
@@ -262,6 +263,7 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
         overhead_s=time.perf_counter() - worked,
         simulated_s=simulated_s,
         peak_memory_bytes=peak,
+        fallback=worker.not_compiled,
         state=None if late or result.state is None else own_copy(result.state),
     )
     if not late:
