@@ -2,7 +2,7 @@
 
 import platform
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -243,6 +243,12 @@ class Worker:
     def client_data(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
         """One client's samples on the device."""
         return self.data.client(client_id, split)
+
+    def expect(self, splits_of_clients: Iterable[tuple[int, Sequence[str]]]) -> None:
+        """Has samples read that clients will soon train on, see `FederatedData.expect`, once the data are open."""
+        data: FederatedData | None = self.__dict__.get("data")
+        if data is not None:
+            data.expect(splits_of_clients)
 
     def statistics_of(self, version: str) -> dict[Architecture, dict[str, Tensor]]:
         """The running statistics of the subnets of these weights; those of the weights before are forgotten."""
