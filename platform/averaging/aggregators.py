@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Averaged, Coverage, Update, WeightedSums, check_weights
+from fedloom.platform.data.on_device import moved
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped
 from fedloom.platform.spaces.slices import Region, Weights, bytes_of, inside, part_in, part_of
 
@@ -82,8 +83,10 @@ class KeptUpdates:
     def add(self, update: Update) -> None:
         """Keeps a copy of a client's update in main memory; ValueError for weights that are none."""
         check_weights(update)
-        tensors = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in update.tensors.items()}
-        self.kept.append(replace(update, tensors=tensors))
+        there = {name: tensor.detach() for name, tensor in update.tensors.items()}
+        here = moved(there, torch.device("cpu"))  # those that were elsewhere are copies by now
+        kept = {n: t.clone(memory_format=torch.contiguous_format) if t is there[n] else t for n, t in here.items()}
+        self.kept.append(replace(update, tensors=kept))
 
     def merge(self, other: KeptUpdates) -> None:
         """Adds the updates of the next chunk in plan order."""
