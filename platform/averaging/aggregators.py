@@ -83,10 +83,12 @@ class KeptUpdates:
     def add(self, update: Update) -> None:
         """Keeps a copy of a client's update in main memory; ValueError for weights that are none."""
         check_weights(update)
-        there = {name: tensor.detach() for name, tensor in update.tensors.items()}
-        here = moved(there, torch.device("cpu"))  # those that were elsewhere are copies by now
-        kept = {n: t.clone(memory_format=torch.contiguous_format) if t is there[n] else t for n, t in here.items()}
-        self.kept.append(replace(update, tensors=kept))
+        tensors = {name: tensor.detach() for name, tensor in update.tensors.items()}
+        copies = moved(tensors, torch.device("cpu"))  # of those on a device; the others are themselves
+        for name, tensor in tensors.items():
+            if copies[name] is tensor:
+                copies[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self.kept.append(replace(update, tensors=copies))
 
     def merge(self, other: KeptUpdates) -> None:
         """Adds the updates of the next chunk in plan order."""
