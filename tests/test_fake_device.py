@@ -20,8 +20,7 @@ MOST_WAITS = 9
 """Per client: its figures, whether its values are finite, what it sends back, and each model that it scores."""
 MOST_COPIES = 11
 """Per client: its samples and their order, what is drawn for augmentation, its state by type."""
-ROUTED = ("TrainModular", "ScoreModular")
-"""Tasks of FedMN, whose samples are routed to modules of which the processor has to know in every step."""
+PLAIN = [*RUNS["fedavg"], "method.train.rounds=1", "method.evaluate=false", "method.train.batch_size=8"]
 
 
 def done(tmp_path: Path, *overrides: str) -> list[Work]:
@@ -48,10 +47,10 @@ def test_a_gpu_is_asked_for_no_more_than_it_has_to_be(name: str, tmp_path: Path)
         assert w.failures == [], what
         assert w.fallbacks == [], what
         assert w.sums_elsewhere == [] or name == "fedavg_secure", what  # masks are added in main memory
-        if w.task not in ROUTED:
-            assert w.waits_per_step == {}, what
-            assert w.waits_per_client <= MOST_WAITS, (what, w.counts.waits)
-            assert w.counts.copies <= MOST_COPIES * w.clients, (what, w.counts.events)
+        assert w.steps or not w.task.startswith("Train"), f"{what}: its steps are seen"
+        assert w.waits_per_step == {}, what
+        assert w.waits_per_client <= MOST_WAITS, (what, w.counts.waits)
+        assert w.counts.copies <= MOST_COPIES * w.clients, (what, w.counts.events)
 
 
 @pytest.mark.parametrize("preset", [pytest.param(name, marks=marks(name)) for name in PAPERS])
@@ -73,9 +72,18 @@ def test_randaugment_does_not_wait_and_costs_less_than_200_kernels() -> None:
     assert 0 < kernels[1] - kernels[0] < 200
 
 
-# -- the device notices what it is there for --------------------------------------------------------------------------
+def test_single_updates_come_back_in_one_copy_per_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
+    kept = [*PLAIN, "executor.stack_clients=off", "method.train.aggregator=median:median"]
+    (first, *_) = done(tmp_path, *kept)
+    assert first.failures == []
+    back = first.counts.of("copy from the device")
+    types = {tensor.dtype for tensor in first.result.sums.kept[0].tensors.values()}  # type: ignore[union-attr]
+    assert len(types) == 2, "weights, and the counters of batch norms"
+    assert sum(n for where, n in back.items() if "aggregators" in where or "on_device" in where) == 2 * first.clients
 
-PLAIN = [*RUNS["fedavg"], "method.train.rounds=1", "method.evaluate=false", "method.train.batch_size=8"]
+
+# -- the device notices what it is there for --------------------------------------------------------------------------
 
 
 def test_of_a_tensor_that_was_left_in_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

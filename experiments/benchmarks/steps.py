@@ -41,6 +41,7 @@ VARIANTS = {
     "bfloat16 channels_last": ["executor.precision=bfloat16", "executor.memory_format=channels_last"],
     "tf32 contiguous": ["executor.precision=tf32", "executor.memory_format=contiguous"],
     "tf32 channels_last": ["executor.precision=tf32", "executor.memory_format=channels_last"],
+    "float32 compiled": ["executor.compile=true", "executor.stack_clients=off"],
     "stack 8": ["executor.stack_clients=8"],
     "stack 24": ["executor.stack_clients=24"],
 }

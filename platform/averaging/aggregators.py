@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Averaged, Coverage, Update, WeightedSums, check_weights
+from fedloom.platform.data.on_device import moved
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped
 from fedloom.platform.spaces.slices import Region, Weights, bytes_of, inside, part_in, part_of
 
@@ -82,8 +83,12 @@ class KeptUpdates:
     def add(self, update: Update) -> None:
         """Keeps a copy of a client's update in main memory; ValueError for weights that are none."""
         check_weights(update)
-        tensors = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in update.tensors.items()}
-        self.kept.append(replace(update, tensors=tensors))
+        tensors = {name: tensor.detach() for name, tensor in update.tensors.items()}
+        copies = moved(tensors, torch.device("cpu"))  # of those on a device; the others are themselves
+        for name, tensor in tensors.items():
+            if copies[name] is tensor:
+                copies[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self.kept.append(replace(update, tensors=copies))
 
     def merge(self, other: KeptUpdates) -> None:
         """Adds the updates of the next chunk in plan order."""

@@ -108,7 +108,7 @@ class ClientResult:
         "root mean square of its samples' losses, if method.train.loss_norms or the selection rule asks for it"
     )
     fallback: str | None = _column(
-        "why it was trained alone and not, as planned, in a stack, so that rounding differs; else null"
+        "why it was not trained as planned, in a stack or by a compiled network, so that rounding differs; else null"
     )
     update: Update | None = None
     measurements: tuple[Measurement, ...] = ()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -99,6 +100,35 @@ class Kernels:
             return outputs
 
         return _in_precision(forward, device, self.precision) if self.precision in AUTOCAST else forward
+
+
+COMPILER: Mapping[str, str | int | bool | Callable[..., Any]] = {"deterministic": True, "shape_padding": False}
+"""What torch's compiler may not do: choose by timing what changes rounding. Older versions lack the first option."""
+
+
+def compiled(module: nn.Module, x_B: Tensor) -> Callable[[Tensor], Tensor]:
+    """The forward pass of a module in training, compiled for batches of exactly this shape and type.
+
+    It is tried in a step on zeros, which changes the module's gradients and running statistics. Raises a RuntimeError,
+    as torch's compiler does, for a module that cannot be compiled as a whole. Other shapes are left to the caller: a
+    graph for several of them would depend on which of them came first, and its rounding on the order of clients.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        outputs: Tensor = module(x)
+        return outputs
+
+    # Torch counts graphs by code, and compiles at most eight of the same code.
+    of_its_own = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
+    options = {name: value for name, value in COMPILER.items() if name in torch._inductor.list_options()}
+    step = torch.compile(of_its_own, fullgraph=True, dynamic=False, options=options)
+    step(torch.zeros_like(x_B)).sum().backward()
+
+    def of_this_shape(x: Tensor) -> Tensor:
+        outputs: Tensor = step(x.contiguous()) if x.shape == x_B.shape else module(x)
+        return outputs
+
+    return of_this_shape
 
 
 def _is_slow(part: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -119,12 +120,24 @@ def run_chunk(
     stacked = Stacked()
     if chunk.stack > 1:
         stacked = train_in_stacks(worker, chunk.assignments, weights.tensors, chunk.stack, begins)
-    for index, assignment in enumerate(chunk.assignments):
+    planned = [replace(a, task=stacked.tasks.get(i, a.task)) for i, a in enumerate(chunk.assignments)]
+    for index, assignment in enumerate(planned):
         begins(index)
-        task = stacked.tasks.get(index, assignment.task)
-        done = run_assignment(worker, replace(assignment, task=task), weights, chunk_result.sums, attempts)
-        chunk_result.client_results.append(replace(done, fallback=stacked.fallbacks.get(index)))
+        worker.expect(_read_next(planned[index:]))
+        done = run_assignment(worker, assignment, weights, chunk_result.sums, attempts)
+        chunk_result.client_results.append(replace(done, fallback=stacked.fallbacks.get(index, done.fallback)))
+    worker.expect(())
     return chunk_result
+
+
+def _read_next(assignments: Iterable[Assignment]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The ids of the first two clients that train, the present one and the next, with the splits that they read."""
+    coming = (
+        (a.client_id, a.task.splits)
+        for a in assignments
+        if a.client_id is not None and isinstance(a.task, Train) and not a.dropped
+    )
+    return islice(coming, 2)
 
 
 class ChunkRunner:
@@ -241,6 +254,7 @@ def _message(error: BaseException) -> str:
 def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sums: Sums) -> ClientResult:
     reset_peak_memory(worker.device)
     started = time.perf_counter()
+    worker.not_compiled = None
     if assignment.state is not None:
         assignment = replace(assignment, state=own_copy(assignment.state))
     with worker.data.reading_test() if assignment.reads_test else nullcontext():
@@ -262,6 +276,7 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
         overhead_s=time.perf_counter() - worked,
         simulated_s=simulated_s,
         peak_memory_bytes=peak,
+        fallback=worker.not_compiled,
         state=None if late or result.state is None else own_copy(result.state),
     )
     if not late:

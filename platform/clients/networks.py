@@ -47,6 +47,7 @@ class Network:
         remaining: the options of a searched network, None for a fixed one.
         passes: forward and backward passes per training batch.
         loss: the loss of a pass on its logits and targets, instead of the objective's, such as one of distillation.
+        compilable: whether it keeps its architecture for many rounds and `forward` is its module's.
     """
 
     module: nn.Module
@@ -58,6 +59,7 @@ class Network:
     remaining: Subspace | None = None
     passes: int = 1
     loss: Loss | None = None
+    compilable: bool = False
 
     @property
     def name(self) -> str:
@@ -155,6 +157,7 @@ class Subnet:
             slices,
             worker.spec.macs_table.cost(self.architecture),
             architecture=architecture_id(self.architecture),
+            compilable=self.stand_alone,
         )
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:

@@ -140,6 +140,9 @@ def train_network(
     momentum of an earlier round (`SGD.resume`) or also updates further variables. Raises TaskError if the training
     diverged.
     """
+    forward = network.forward
+    if network.compilable:  # before it is loaded, because a step is tried
+        forward = worker.training_forward(network.module, data[0], local.batch_size)
     tensors = worker.load(network.module, weights, network.slices)
     data = in_task(worker, data, network)
     parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
@@ -155,7 +158,7 @@ def train_network(
     objective = worker.objective.for_client(data[1])
     with worker.randomness(network.module, generator):
         figures = train_locally(
-            network.forward,
+            forward,
             optimiser(sgd),
             data,
             local,

@@ -2,26 +2,26 @@
 
 import platform
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.clients.device import Kernels, set_up_process
+from fedloom.platform.clients.device import Kernels, check_device, compiled, is_out_of_memory, set_up_process
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
-from fedloom.platform.clients.training import Samples
+from fedloom.platform.clients.training import Outputs, Samples
 from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.data.source import LabelSet
-from fedloom.platform.data.trees import Tree, single
-from fedloom.platform.plugins import ComponentSpec
+from fedloom.platform.data.trees import Tree, rows_of, single
+from fedloom.platform.plugins import ComponentSpec, in_one_line
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.capabilities import with_tasks
@@ -58,6 +58,7 @@ class WorkerSpec:
     precision: str = "float32"
     memory_format: str = "auto"
     deterministic: bool = False
+    compile: bool = False
     objective: ComponentSpec = CLASSIFICATION
     label_sets: tuple[LabelSet, ...] = ()
     """The classes of every task; empty for one task, the data set's classes."""
@@ -89,6 +90,9 @@ class Worker:
         self.calibration: Tree | None = None
         self._statistics: tuple[str, dict[Architecture, dict[str, Tensor]]] | None = None
         self._label_maps: dict[int, Tensor] = {}
+        self._compiled: dict[nn.Module, dict[int, Callable[[Tensor], Tensor] | str]] = {}
+        self.not_compiled: str | None = None
+        """Why a network that the present client trains is not compiled, although it should be."""
 
     @cached_property
     def objective(self) -> Objective:
@@ -145,7 +149,7 @@ class Worker:
             built = self.space.build_subnet(architecture)
             self._subnets[architecture] = self.kernels.prepared(built, self.device)
             if len(self._subnets) > SUBNETS_KEPT:
-                self._subnets.popitem(last=False)
+                self._compiled.pop(self._subnets.popitem(last=False)[1], None)
         self._subnets.move_to_end(architecture)
         return self._subnets[architecture]
 
@@ -157,9 +161,45 @@ class Worker:
 
     def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
         """A context in which a module's dropout and noise depend only on the generator's seed."""
+        return own_randomness(generator, self.device) if self._draws_randomly(module) else nullcontext()
+
+    def _draws_randomly(self, module: nn.Module) -> bool:
         if module not in self._draws:
             self._draws[module] = any(draws_randomly(part) for part in module.modules())
-        return own_randomness(generator, self.device) if self._draws[module] else nullcontext()
+        return self._draws[module]
+
+    def training_forward(self, module: nn.Module, x: Tree, batch_size: int) -> Callable[[Any], Outputs]:
+        """The forward pass of training on samples (n, ...), compiled for batches of this size if that is asked for.
+
+        Compiling changes the module's gradients and running statistics. A module that cannot be compiled computes as
+        without it, and `not_compiled` says why.
+        """
+        if not self.spec.compile or rows_of(x) < batch_size:
+            return module
+        if not isinstance(x, Tensor):
+            self.not_compiled = "not compiled: its inputs are several tensors"
+            return module
+        sizes = self._compiled.setdefault(module, {})
+        if batch_size not in sizes:
+            sizes[batch_size] = self._tried(module, x[:batch_size])
+        forward = sizes[batch_size]
+        if isinstance(forward, str):
+            self.not_compiled = forward
+            return module
+        return forward
+
+    def _tried(self, module: nn.Module, x_B: Tensor) -> Callable[[Tensor], Tensor] | str:
+        """The compiled forward pass, or why there is none."""
+        if self._draws_randomly(module):
+            return "not compiled: the random numbers of its layers would be others"
+        self.set_mode(module, training=True)
+        try:
+            return compiled(module, x_B)
+        except RuntimeError as error:
+            check_device(error)
+            if is_out_of_memory(error):
+                raise
+            return f"not compiled: {in_one_line(error)}"
 
     @staticmethod
     def set_mode(module: nn.Module, training: bool) -> None:
@@ -215,6 +255,12 @@ class Worker:
     def client_data(self, client_id: int, split: str) -> Samples:
         """One client's samples on the device."""
         return self.data.client(client_id, split)
+
+    def expect(self, splits_of_clients: Iterable[tuple[int, Sequence[str]]]) -> None:
+        """Has samples read that clients will soon train on, see `FederatedData.expect`, once the data are open."""
+        data: FederatedData | None = self.__dict__.get("data")
+        if data is not None:
+            data.expect(splits_of_clients)
 
     def statistics_of(self, version: str) -> dict[Architecture, dict[str, Tensor]]:
         """The running statistics of the subnets of these weights; those of the weights before are forgotten."""

@@ -1,6 +1,6 @@
 """A prepared data set: memory-mapped arrays, normalised on access, with a lock on the test set."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -226,6 +226,14 @@ class Dataset:
         if self._on_device is None:
             return self._read(part, indices)
         return self._on_device.take(part, indices, partial(self._read, part), self.num_samples(part))
+
+    def expect(self, wanted: Iterable[tuple[str, IntArray]]) -> None:
+        """Has samples at some indices of parts read that `stored` will be asked for, see `OnDevice.expect`.
+
+        Does nothing for a data set in main memory: on a CPU reading would only compete with training.
+        """
+        if self._on_device is not None:
+            self._on_device.expect((part, indices, partial(self._read, part)) for part, indices in wanted)
 
     def _read(self, part: str, indices: IntArray) -> tuple[Tree, Tree]:
         def read(kind: str, change: Callable[[AnyArray], AnyArray]) -> Tree:

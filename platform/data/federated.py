@@ -1,6 +1,6 @@
 """Federated data: the clients' samples and the server's, with a lock on the test set."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +82,14 @@ class FederatedData:
     def stored(self, client_id: int, split: str) -> StoredSamples:
         """The client's samples, to be read in batches."""
         return StoredSamples(self.dataset, self.partition.part(split), self.indices(client_id, split))
+
+    def expect(self, splits_of_clients: Iterable[tuple[int, Sequence[str]]]) -> None:
+        """Has the samples of these clients in these splits read before they are asked for, see `Dataset.expect`."""
+        self.dataset.expect(
+            (self.partition.part(split), self.indices(client_id, split))
+            for client_id, splits in splits_of_clients
+            for split in splits
+        )
 
     def clients(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[tuple[Tree, Tree], list[int]]:
         """Stored samples of several clients in splits of the same part, client after client, and their numbers."""

@@ -1,6 +1,7 @@
 """Samples on an accelerator: copies that nobody waits for, and data sets that are uploaded once, as they are stored."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from fedloom.platform.data.trees import Tree, mapped, taken, tensors_of
 
-Read = Callable[[npt.NDArray[np.int64]], tuple[Tree, Tree]]
+Indices = npt.NDArray[np.int64]
+Read = Callable[[Indices], tuple[Tree, Tree]]
 """Inputs and labels, as they are stored, of the samples at some indices, in main memory."""
 
 PIECE = 8192
@@ -52,14 +54,35 @@ class OnDevice:
         self.device = device
         self._left_bytes = most_bytes
         self._parts: dict[str, tuple[Tree, Tree] | None] = {}
+        self._reading: dict[tuple[str, bytes], Future[tuple[Tree, Tree]]] = {}
+        self._reader = ThreadPoolExecutor(1, "samples-to-come")
 
-    def take(self, part: str, indices: npt.NDArray[np.int64], read: Read, num_samples: int) -> tuple[Tree, Tree]:
+    def expect(self, wanted: Iterable[tuple[str, Indices, Read]]) -> None:
+        """Has a thread read the samples at some indices of parts that will be taken, and forgets all other ones.
+
+        Only of parts from which something was taken and that are not uploaded as a whole. An error is raised by `take`.
+        """
+        before, self._reading = self._reading, {}
+        for part, indices, read in wanted:
+            if self._parts.get(part, ()) is None:
+                key = part, indices.tobytes()
+                expected = before.pop(key) if key in before else self._reader.submit(self._pinned, read, indices)
+                self._reading[key] = expected
+        for unwanted in before.values():
+            unwanted.cancel()
+
+    def _pinned(self, read: Read, indices: Indices) -> tuple[Tree, Tree]:
+        x, y = read(indices)
+        return (mapped(Tensor.pin_memory, x), mapped(Tensor.pin_memory, y)) if self.device.type == "cuda" else (x, y)
+
+    def take(self, part: str, indices: Indices, read: Read, num_samples: int) -> tuple[Tree, Tree]:
         """The samples at `indices` of a part, which `read` reads from main memory; a part is uploaded at first use."""
         if part not in self._parts:
             self._parts[part] = self._whole(read, num_samples)
         whole = self._parts[part]
         if whole is None:
-            x, y = read(indices)
+            expected = self._reading.pop((part, indices.tobytes()), None)
+            x, y = read(indices) if expected is None else expected.result()
             return mapped(self._upload, x), mapped(self._upload, y)
         on_device = upload(torch.from_numpy(np.array(indices, dtype=np.int64)), self.device)
         return taken(whole[0], on_device), taken(whole[1], on_device)

@@ -324,12 +324,14 @@ class TrainingStage:
         ]
         executor = world.config.executor
         stacked = "off" if executor.resident else executor.stack_clients
+        stack = clients_per_stack(stacked, world.space, world.macs_table, tasks, local.batch_size)
+        self.warnings.before_round(tasks, stack)
         of_server = [*self.beside(state), *(self.score(state) if due else ())]
         return Plan(
             [*assignments, *(for_server(self.name, index, task) for task in of_server)],
             self.group,
             {"lr": local.lr, **given.schedules, **self.processing.schedules(context)},
-            stack=clients_per_stack(stacked, world.space, world.macs_table, tasks, local.batch_size),
+            stack=stack,
             memory=cohort.memory or None,
             processors=processors,
             keeps_updates=self.rules.aggregator.name != MEAN,

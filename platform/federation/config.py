@@ -188,6 +188,11 @@ class ExecutorConfig:
         Literal["auto", "contiguous", "channels_last"],
         "of images and the kernels of convolutions; auto: the one that the space asks for",
     ] = "auto"
+    compile: Annotated[
+        bool,
+        "training steps of networks that keep their architecture are compiled by torch, for batches of the full size; "
+        "seconds to a minute per network and process, and slower than without on the CPUs where it was measured",
+    ] = False
     client_timeout_s: Annotated[
         float, POSITIVE, Infinite(), "seconds after which a client counts as failed and is left out"
     ] = 3600.0

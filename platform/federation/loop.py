@@ -192,14 +192,14 @@ class Loop:
         return after
 
     def _warn_of_fallback(self, stage: str, round_: int, clients: Sequence[ClientResult]) -> None:
-        """Warns once of clients that were trained alone although a stack was planned; the table names all."""
+        """Warns once of clients that were not trained in a stack or compiled as planned; the table names all."""
         alone = [result for result in clients if result.fallback]
         if alone and not self._has_fallen_back:
             self._has_fallen_back = True
             logger.warning(
-                "%s, round %d: %d of %d clients were trained alone, not as a stack, which is slower and rounds "
-                "differently; the first is client %s: %s (all are in the column fallback of clients; to train every "
-                "client alone, set executor.stack_clients=off)",
+                "%s, round %d: %d of %d clients were not trained as a stack, or not compiled, as planned, which is "
+                "slower and rounds differently; the first is client %s: %s (all are in the column fallback of clients; "
+                "to plan neither, set executor.stack_clients=off and executor.compile=off)",
                 *(stage, round_ + 1, len(alone), len(clients), alone[0].client_id, alone[0].fallback),
             )
 

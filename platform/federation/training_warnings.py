@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedloom.platform.clients.assignments import ClientResult
+    from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.federation.world import World
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,23 @@ class TrainingWarnings:
 
     def __init__(self, world: World, stage: str) -> None:
         self.world, self.stage = world, stage
-        self._has_compared = False
+        self._has_compared, self._has_looked = False, False
+
+    def before_round(self, tasks: Sequence[Task], stack: int) -> None:
+        """Warns once if clients' networks should be compiled and none can be."""
+        from fedloom.platform.clients.networks import Subnet  # what only runs need
+
+        if not self.world.config.executor.compile or self._has_looked:
+            return
+        self._has_looked = True
+        networks = [getattr(task, name, None) for task in tasks for name in ("network", "subnet")]
+        if stack > 1 or not any(isinstance(network, Subnet) and network.stand_alone for network in networks):
+            why = "trained as stacks (executor.stack_clients)" if stack > 1 else "others, such as a supernet's paths"
+            logger.warning(
+                "%s: executor.compile=true has no effect on networks that are %s: it is for networks of one "
+                "architecture that clients train one by one",
+                *(self.stage, why),
+            )
 
     def after_round(self, round_: int, data: Mapping[str, Any], results: Sequence[ClientResult]) -> dict[str, int]:
         """Warns of what went wrong in a round; returns the number of rounds without an update, if it is one of them."""

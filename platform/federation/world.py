@@ -211,6 +211,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
             precision=config.executor.precision,
             memory_format=config.executor.memory_format,
             deterministic=config.executor.deterministic,
+            compile=config.executor.compile,
             objective=objective,
             label_sets=tasks.labels,
             constants=space.constants_hash,

@@ -38,6 +38,7 @@ from fedloom.platform.clients.trainer import (
 )
 from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.on_device import upload
 from fedloom.platform.data.trees import single
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, from_generator, to_all
 from fedloom.platform.federation.method import Method, Stage
@@ -55,7 +56,7 @@ from fedloom.platform.methods.silos import (
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.capabilities import SumsOptions, summing_options
-from fedloom.platform.spaces.initialisation import blank, initialise, on_meta
+from fedloom.platform.spaces.initialisation import initialise, on_meta
 from fedloom.platform.spaces.slices import Subspace, Weights
 
 PREFIX = "router/"
@@ -123,7 +124,8 @@ def initial_router(space: SumsOptions, num_classes: int, generator: torch.Genera
 
 def received_router(space: SumsOptions, num_classes: int, weights: Weights, device: torch.device) -> Router:
     """A new router module with the shared tensor group's values."""
-    router = blank(partial(_build, space, num_classes)).to(device)
+    # Every tensor is loaded: values that were moved to a device first would be waited for.
+    router = on_meta(partial(_build, space, num_classes)).to_empty(device=device)
     assert isinstance(router, Router), "that is what was built"
     router.load_state_dict({name: weights[f"{PREFIX}{name}"] for name in router.state_dict()})
     return router
@@ -137,7 +139,8 @@ def embedding_of(data: tuple[Tensor, Tensor], num_classes: int) -> Tensor:
     x, y = data
     # Averaging and pooling commute; averaging first allocates no tensor of the data's size.
     image = F.adaptive_avg_pool2d(x.mean(dim=0), SIDE)
-    histogram = torch.bincount(y, minlength=num_classes).to(image.dtype) / len(y)
+    # A device would be waited for by `bincount`, whose result is as long as the largest label says.
+    histogram = (y.unsqueeze(1) == torch.arange(num_classes, device=y.device)).sum(dim=0).to(image.dtype) / len(y)
     return torch.cat([image.flatten(), histogram])
 
 
@@ -150,7 +153,8 @@ def logistic_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 def chosen(scores: Tensor) -> Subspace:
     """The modules whose score (decisions, options) is above 0; a decision may have none."""
-    return tuple(tuple(row.nonzero().flatten().tolist()) for row in scores > 0)
+    rows = (scores > 0).cpu().tolist()  # one copy for all decisions
+    return tuple(tuple(option for option, is_on in enumerate(row) if is_on) for row in rows)
 
 
 def straight_through(scores: Tensor, hard: Tensor, temperature: float) -> Tensor:
@@ -190,7 +194,7 @@ class TrainModular:
         data = client_samples(worker, assignment, use_validation=self.validation == "trained")
         router, embedding = routed(worker, weights, data)
         generator = torch_stream(worker.spec.training_seed, "modules", *places_of(assignment))
-        noise = logistic_noise((len(router.options), max(router.options)), generator).to(worker.device)
+        noise = upload(logistic_noise((len(router.options), max(router.options)), generator), worker.device)
         with torch.no_grad():
             hard = (router(embedding) + noise > 0).to(noise.dtype)
 

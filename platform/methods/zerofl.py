@@ -144,7 +144,7 @@ class Sparse(OfSubnet):
         name = f"sparse {architecture_id(self.subnet.architecture)} {self.share}"
         skeleton = once(space, name, lambda _: sparsely(build, self.share)).train()
         compute, tensors = worker.kernels.functional(skeleton, worker.device), worker.tensors_of(network.module)
-        return replace(network, forward=lambda x: compute(tensors, worker.kernels.laid_out(x)))
+        return replace(network, forward=lambda x: compute(tensors, worker.kernels.laid_out(x)), compilable=False)
 
 
 def thinned(space: SearchSpace, subnet: Subnet, weights: Weights, share: float) -> dict[str, Tensor]:

@@ -85,6 +85,23 @@ def test_actors_give_the_bits_of_the_serial_executor(
     assert_same_run(reference, on_actors)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["fedoras"], indirect=True)
+def test_compiled_networks_give_the_same_bits_on_two_actors(
+    tiny: Tiny, run_serially: Serially, assert_same_run: Same
+) -> None:
+    config = tiny("executor.actors=2", "executor.compile=true", "executor.stack_clients=off", "executor.chunk_size=1")
+    reference = run_serially(config)
+    on_actors, _ = run_on_actors(config)
+    assert_same_run(reference, on_actors)
+    eager = run_serially(tiny("executor.stack_clients=off", "executor.chunk_size=1"))
+    clients, alone = (read_table(results, "clients", run_id=run_id) for results, run_id in (reference, eager))
+    assert clients["fallback"].isna().all()
+    paths, of_one = (clients["stage"].str.startswith(stage) for stage in ("supernet", "fine_tuned"))
+    assert clients[paths]["loss"].equals(alone[paths]["loss"]), "a supernet is not compiled"
+    assert not clients[of_one]["loss"].equals(alone[of_one]["loss"])
+
+
 COMPARED = ("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "secure", "private")
 QUICK = ("scaffold", "private")
 """Those with the most state and the most arithmetic; of the others a round would show the same."""

@@ -39,7 +39,7 @@ def test_weights_that_do_not_fit_are_failed_rows_and_not_a_dead_actor(monkeypatc
 
     monkeypatch.setattr(ray, "get", lambda _reference: to_arrays({"w": torch.zeros(2)}))
     worker = SimpleNamespace(
-        device=torch.device("cpu"), node="n", spec=SimpleNamespace(threads=1), uploaded=uploaded, data=None
+        device=torch.device("cpu"), node="n", spec=SimpleNamespace(threads=1), uploaded=uploaded, data=None, expect=list
     )
     actor = ClientActor.__new__(ClientActor)
     actor.worker, actor._runner, actor._at = cast(Any, worker), ChunkRunner(cast(Any, worker)), None

@@ -254,7 +254,7 @@ PUBLIC = {
     "EvaluationConfig": "clients_per_tier",
     "ExecutorConfig": (
         "kind actors resident chunk_size sum_chunks threads stack_clients precision deterministic memory_format "
-        "client_timeout_s failures"
+        "compile client_timeout_s failures"
     ),
     "FailuresConfig": "policy attempts max_share actor_attempts",
     "FedAvgConfig": "name architecture tier train evaluate evaluation",

@@ -58,7 +58,7 @@ class Guarded:
 
 def fake_worker() -> Worker:
     own = {"device": torch.device("cpu"), "node": "here", "spec": SimpleNamespace(threads=1)}
-    return cast(Worker, SimpleNamespace(**own, data=Guarded(), uploaded=dict))
+    return cast(Worker, SimpleNamespace(**own, data=Guarded(), uploaded=dict, expect=list))
 
 
 def update_of(tensor: Tensor, weight: float = 1.0) -> Update:

@@ -38,7 +38,9 @@ class Device:
     def __init__(self, name: str) -> None:
         self.uploads: list[float] = []
         self.errors: list[RuntimeError] = []
-        worker = SimpleNamespace(device=torch.device("cpu"), node=name, spec=SimpleNamespace(threads=1), data=None)
+        worker = SimpleNamespace(
+            device=torch.device("cpu"), node=name, spec=SimpleNamespace(threads=1), data=None, expect=list
+        )
         worker.uploaded = self.uploaded
         self.worker = cast(Worker, worker)
 

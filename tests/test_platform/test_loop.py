@@ -36,7 +36,9 @@ PHONE = DeviceProfile("phone", macs_per_s=1.0, down_bytes_per_s=1.0, up_bytes_pe
 
 
 def fake_worker() -> Worker:
-    worker = SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(threads=1), node="here", uploaded=dict)
+    worker = SimpleNamespace(
+        device=torch.device("cpu"), spec=SimpleNamespace(threads=1), node="here", uploaded=dict, expect=list
+    )
     return cast(Worker, worker)
 
 

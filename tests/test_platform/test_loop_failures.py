@@ -40,7 +40,9 @@ PHONE = DeviceProfile("phone", macs_per_s=1.0, down_bytes_per_s=1.0, up_bytes_pe
 
 
 def fake_worker() -> Worker:
-    worker = SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(threads=1), node="here", uploaded=dict)
+    worker = SimpleNamespace(
+        device=torch.device("cpu"), spec=SimpleNamespace(threads=1), node="here", uploaded=dict, expect=list
+    )
     return cast(Worker, worker)
 
 
@@ -241,7 +243,7 @@ def test_who_is_trained_alone_and_not_in_a_stack_is_warned_of_once(
 ) -> None:
     setting.loop(Counting(rounds=2), executor=Alone()).run(RunState())
     (text,) = caplog.messages
-    assert text.startswith("train, round 1: 3 of 4 clients were trained alone, not as a stack")
+    assert text.startswith("train, round 1: 3 of 4 clients were not trained as a stack, or not compiled")
     assert "the first is client 1: no vmap (all are in the column fallback of clients" in text
     assert setting.table("clients")["fallback"].tolist() == [None, "no vmap", "no vmap", "no vmap"] * 2
 

@@ -297,15 +297,15 @@ class FakeDevice:
 @contextmanager
 def _marked_steps(counting: _Counting, steps: list[Counts]) -> Iterator[None]:
     """Writes down what was counted between two steps of one optimiser."""
-    last: dict[str, Any] = {"sgd": None}
+    last: dict[training.SGD, Counts] = {}  # a method may step two in turn, such as a router's and its modules'
     step = training.SGD.step
 
     def marked(self: training.SGD) -> None:
         step(self)
         now = counting.counts.copy()
-        if last["sgd"] is self:
-            steps.append(now.minus(last["counts"]))
-        last.update(sgd=self, counts=now)
+        if self in last:
+            steps.append(now.minus(last[self]))
+        last[self] = now
 
     training.SGD.step = marked  # type: ignore[method-assign]
     try:
@@ -370,7 +370,7 @@ def family(name: str, *overrides: str) -> RunConfig:
     several = ["executor.kind=serial", "method.train.batch_size=4"]
     several += ["data.partition=iid"] if name == "superfednas_shakespeare" else []
     one_round = ("fed", "scaffold", "heterofl", "knn", "ditto", "spider")
-    several += ["method.train.rounds=1"] if name.startswith(one_round) else []
+    several += [f"method.train.rounds={2 if name == 'fedmn' else 1}"] if name.startswith(one_round) else []
     several += ["space.stage_layers=[1,2]"] if name.startswith(("fedoras", "fedavg", "scaffold")) else []
     if name.startswith("fedoras"):
         several += ["method.finetune.rounds=1", "method.rand_init.rounds=1", "method.search.budget=8"]
