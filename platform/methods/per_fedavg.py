@@ -15,7 +15,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import validation_scores
 from fedloom.platform.clients.trainer import ValidationUse, client_samples, train_network, trained_outcome, update_of
-from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, gradient_of
+from fedloom.platform.clients.training import LocalSGD, Optimizer, Samples, Step, gradient_of
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Round
 from fedloom.platform.federation.method import Method, Stage
@@ -77,7 +77,7 @@ class TrainMeta:
         generator = torch_stream(worker.spec.training_seed, "meta_batches", *places_of(assignment))
         batches, objective = endless_batches(data, self.local, generator), worker.objective.for_client(data[1])
 
-        def meta(sgd: SGD) -> Step:
+        def meta(sgd: Optimizer) -> Step:
             return MetaStep(sgd, network.forward, batches, self.inner_lr, objective)
 
         shared = train_network(worker, assignment, network, weights, data, self.local, meta)
@@ -90,7 +90,7 @@ class TrainMeta:
 class MetaStep:
     """w' = w - alpha * grad(w; one batch), then w <- w - beta * grad(w'; another batch), beta being SGD's rate."""
 
-    sgd: SGD
+    sgd: Optimizer
     forward: Callable[[Tensor], Tensor]
     batches: Iterator[Samples]
     inner_lr: float

@@ -298,20 +298,20 @@ class FakeDevice:
 def _marked_steps(counting: _Counting, steps: list[Counts]) -> Iterator[None]:
     """Writes down what was counted between two steps of one optimiser."""
     last: dict[str, Any] = {"sgd": None}
-    step = training.SGD.step
+    step = training.Optimizer.step
 
-    def marked(self: training.SGD) -> None:
+    def marked(self: training.Optimizer) -> None:
         step(self)
         now = counting.counts.copy()
         if last["sgd"] is self:
             steps.append(now.minus(last["counts"]))
         last.update(sgd=self, counts=now)
 
-    training.SGD.step = marked  # type: ignore[method-assign]
+    training.Optimizer.step = marked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        training.SGD.step = step  # type: ignore[method-assign]
+        training.Optimizer.step = step  # type: ignore[method-assign]
 
 
 @contextmanager
