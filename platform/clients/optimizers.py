@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
@@ -24,7 +25,39 @@ Beta2 = Annotated[float, BELOW_ONE, "decay of the squared gradient"]
 Eps = Annotated[float, POSITIVE, "what is added to the root of the squared gradient"]
 
 
-@dataclass(frozen=True)
+class Keeps(Protocol):
+    """A client (`LocalClient`) that keeps an optimiser's state between its rounds."""
+
+    def kept(self, slot: str, name: str) -> Tensor:
+        """A tensor like the parameter, initially 0."""
+
+    def counter(self, slot: str, name: str) -> Tensor:
+        """A number of the parameter, initially 0."""
+
+
+@dataclass
+class Memory:
+    """What lasts from step to step: tensors by slot and the parameter's index; those of `client`, if it keeps them."""
+
+    names: tuple[str, ...]
+    client: Keeps | None = None
+    slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+    def of(self, slot: str, touched: list[int], like: list[Tensor] | None) -> list[Tensor]:
+        """The tensors of the parameters of these indices; numbers where there are none that they are `like`."""
+        there = self.slots.setdefault(slot, {})
+        for place, i in enumerate(touched):
+            if i in there:
+                continue
+            if self.client is not None:
+                kept = self.client.counter if like is None else self.client.kept
+                there[i] = kept(f"optimizer/{slot}", self.names[i])
+            else:
+                there[i] = torch.zeros(()) if like is None else torch.zeros_like(like[place])
+        return [there[i] for i in touched]
+
+
+@dataclass
 class LocalStep:
     """An optimiser's input: one step of one client.
 
@@ -40,15 +73,28 @@ class LocalStep:
     lr: float
     momentum: float
     weight_decay: float
-    _state: Callable[[str, bool], list[Tensor]] = field(repr=False)
+    _touched: list[int] = field(repr=False)
+    _memory: Memory = field(repr=False)
 
     def state(self, slot: str) -> list[Tensor]:
         """A tensor per parameter, of its shape and 0 before its first step, which the optimiser changes in place."""
-        return self._state(slot, False)
+        return self._memory.of(slot, self._touched, self.parameters)
 
     def counters(self, slot: str) -> list[Tensor]:
         """A number per parameter, 0 before its first step: scalar tensors in main memory, changed in place."""
-        return self._state(slot, True)
+        return self._memory.of(slot, self._touched, None)
+
+    def begun(self, slot: str) -> list[Tensor | None]:
+        """As `state`, but None before a parameter's first step, unless the client keeps its state."""
+        if self._memory.client is not None:
+            return [*self.state(slot)]
+        there = self._memory.slots.get(slot, {})
+        return [there.get(i) for i in self._touched]
+
+    def keep(self, slot: str, tensors: list[Tensor | None]) -> None:
+        """Keeps tensors in place of the None that `begun` has given."""
+        there = self._memory.slots.setdefault(slot, {})
+        there.update((i, tensor) for i, tensor in zip(self._touched, tensors, strict=True) if tensor is not None)
 
 
 LocalOptimizer = Callable[[LocalStep], None]
@@ -70,10 +116,13 @@ class OptimizerTraits:
 @declares(OptimizerTraits(elementwise=True))
 def sgd(step: LocalStep) -> None:
     """SGD: v <- momentum v + g;  x <- x - lr v."""
+    # To copy a first gradient, as torch does where there is None, costs less than to add it to zeros.
+    nothing: list[Tensor | None] = [None] * len(step.parameters)
+    velocities = step.begun(MOMENTUM) if step.momentum else nothing
     torch_sgd(
         step.parameters,
         step.gradients,
-        [*step.state(MOMENTUM)] if step.momentum else [None] * len(step.parameters),
+        velocities,
         foreach=_foreach(step),
         lr=step.lr,
         momentum=step.momentum,
@@ -82,6 +131,8 @@ def sgd(step: LocalStep) -> None:
         nesterov=False,
         maximize=False,
     )
+    if step.momentum:
+        step.keep(MOMENTUM, velocities)
 
 
 @declares(OptimizerTraits(elementwise=True))

@@ -306,7 +306,7 @@ def _member(
     client = local_client(worker, assignment, network, weights, samples, local, parameters)
     generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
     rule = local_rule(local.rule)
-    optimizer = None if steps_at_once(local) else Optimizer(local, parameters, client=client)
+    optimizer = None if steps_at_once(local) else Optimizer(local, parameters, None, client, client.steps)
     return Member(assignment, start, samples, generator, rule, client, begun(rule, client), optimizer)
 
 

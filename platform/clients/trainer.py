@@ -146,7 +146,7 @@ def train_network(
     client = local_client(worker, assignment, network, weights, len(data[1]), local, parameters)
     if rule.extra_passes:
         client.gradients = partial(gradients_at, worker, assignment, network, weights, data, local)
-    optimizer = Optimizer(local, parameters, begun(rule, client), client)
+    optimizer = Optimizer(local, parameters, begun(rule, client), client, client.steps)
 
     worker.set_mode(network.module, training=True)
     generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))

@@ -6,13 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS, MOMENTUM, LocalStep
+from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS, MOMENTUM, Keeps, LocalStep, Memory
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
 from fedloom.platform.data.on_device import moved, upload
 from fedloom.platform.plugins import Blamed, ComponentSpec, is_import_path
@@ -241,18 +240,6 @@ class Step(Protocol):
         """Applies the gradients and clears them."""
 
 
-class Keeps(Protocol):
-    """What an optimiser needs of a client (`LocalClient`): its number of steps, and its state between rounds."""
-
-    steps: int
-
-    def kept(self, slot: str, name: str) -> Tensor:
-        """A tensor like the parameter, initially 0."""
-
-    def counter(self, slot: str, name: str) -> Tensor:
-        """A number of the parameter, initially 0."""
-
-
 class Optimizer:
     """Steps of SGD, or of another optimiser, over the parameters with a gradient, corrected and clipped.
 
@@ -274,21 +261,21 @@ class Optimizer:
         parameters: Mapping[str, Tensor],
         correct: Corrections | None = None,
         client: Keeps | None = None,
+        steps: int = 1,
     ) -> None:
-        """`correct` changes the gradients before a step; the client's number of steps and its state are used."""
-        self.local, self.correct, self._client = local, correct, client
+        """`correct` changes the gradients before a step; `client` is whose state may be kept, `steps` its number."""
+        self.local, self.correct, self._steps, self._made = local, correct, steps, 0
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         rule, name = LOCAL_OPTIMIZERS.make(local.optimizer), local.optimizer.name
         self._rule = Blamed(LOCAL_OPTIMIZERS.kind, name, rule) if is_import_path(name) else rule
-        self._slots: dict[str, dict[int, Tensor]] = {}
-        self._made = 0
+        self._memory = Memory(self.names, client if local.keeps_state else None)
         for parameter in self.parameters:
             parameter.grad = None
 
     def resume(self, momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> Optimizer:
         """Goes on with the momentum buffers of an earlier training, and with another correction if one is given."""
         buffers = moved(momentum, self.parameters[0].device) if momentum else {}
-        there = self._slots.setdefault(MOMENTUM, {})
+        there = self._memory.slots.setdefault(MOMENTUM, {})
         there.update((i, buffers[name]) for i, name in enumerate(self.names) if name in buffers)
         self.correct = self.correct if correct is None else correct
         return self
@@ -296,15 +283,13 @@ class Optimizer:
     def narrow(self, parameters: Mapping[str, Tensor], clients: int) -> None:
         """Goes on with the first clients of a stack, whose tensors (K, ...) these are."""
         self.parameters = tuple(parameters.values())
-        self._slots = {
-            slot: {i: tensor[:clients] if tensor.dim() else tensor for i, tensor in tensors.items()}
-            for slot, tensors in self._slots.items()
-        }
+        for tensors in self._memory.slots.values():
+            tensors.update((i, tensor[:clients]) for i, tensor in tensors.items() if tensor.dim())
 
     @property
     def momentum(self) -> dict[str, Tensor]:
         """SGD's momentum buffers by parameter, where there is one."""
-        return {self.names[i]: buffer for i, buffer in self._slots.get(MOMENTUM, {}).items()}
+        return {self.names[i]: buffer for i, buffer in self._memory.slots.get(MOMENTUM, {}).items()}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -326,25 +311,10 @@ class Optimizer:
 
     def update(self, touched: list[int], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Applies the final gradients of the parameters of these indices."""
-        local, step = self.local, self._made
+        local = self.local
+        lr = local.rate(self._made, self._steps) if local.changes_rate else local.lr
         self._made += 1
-        lr = local.rate(step, self._client.steps if self._client else 1) if local.changes_rate else local.lr
-        self._rule(
-            LocalStep(parameters, gradients, lr, local.momentum, local.weight_decay, partial(self._state, touched))
-        )
-
-    def _state(self, touched: list[int], slot: str, counts: bool) -> list[Tensor]:
-        there = self._slots.setdefault(slot, {})
-        for i in touched:
-            if i not in there:
-                there[i] = self._first(slot, i, counts)
-        return [there[i] for i in touched]
-
-    def _first(self, slot: str, index: int, counts: bool) -> Tensor:
-        if self.local.keeps_state:
-            assert self._client is not None, "only clients keep a state"
-            return (self._client.counter if counts else self._client.kept)(f"optimizer/{slot}", self.names[index])
-        return torch.zeros(()) if counts else torch.zeros_like(self.parameters[index])
+        self._rule(LocalStep(parameters, gradients, lr, local.momentum, local.weight_decay, touched, self._memory))
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def test_three_steps_in_numbers_and_as_torch_makes_them(
 )
 def test_the_rates_of_a_round_of_eight_steps(local: LocalSGD, rates: list[float]) -> None:
     client = client_of(local, {}, steps=8)
-    optimizer, x = Optimizer(local, client.parameters, client=client), client.parameters[W]
+    optimizer, x = Optimizer(local, client.parameters, steps=client.steps), client.parameters[W]
     for rate in rates:
         before = x.detach().clone()
         x.grad = torch.ones(2)
@@ -111,7 +111,7 @@ def test_a_client_goes_on_with_what_it_has_kept(name: str, first: float, second:
     assert {key: tensor.tolist() for key, tensor in state.items()} == kept
 
 
-ALLOWED = {"optimizer": "adam", "momentum": 0.0, "lr": 0.01}
+ALLOWED: dict[str, Any] = {"optimizer": "adam", "momentum": 0.0, "lr": 0.01}
 
 
 @pytest.mark.parametrize(
