@@ -20,6 +20,7 @@ from fedloom.platform.averaging.server import SERVER_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
 from fedloom.platform.clients.local_rules import LOCAL_RULES
 from fedloom.platform.clients.objectives import OBJECTIVES
+from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.registry import DATASETS, TORCHVISION
 from fedloom.platform.federation.config import RunConfig
@@ -44,6 +45,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     BUDGETS,
     SELECTION_RULES,
     LOCAL_RULES,
+    LOCAL_OPTIMIZERS,
     WEIGHTING_RULES,
     SERVER_RULES,
     AGGREGATORS,

@@ -10,6 +10,7 @@ import torch
 
 from fedloom.platform.averaging.weighting import Work, weighting_rule
 from fedloom.platform.clients.objectives import OBJECTIVES
+from fedloom.platform.clients.training import LocalSGD, Optimizer
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.registry import find_source
@@ -41,6 +42,15 @@ def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_power_of_the_samples_weighs_and_what_was_not_trained_does_not() -> None:
     rule = weighting_rule(ComponentSpec("power_weights:power", (("exponent", 0.5),)))
     assert rule(Work(4, 16, {"stem": 16, "operator": 9, "other": 0})) == {"stem": 4.0, "operator": 3.0, "other": 0.0}
+
+
+def test_adagrad_divides_by_the_root_of_all_squares_so_far() -> None:
+    x = torch.zeros(1, requires_grad=True)
+    optimizer = Optimizer(LocalSGD(1, 1, 0.5, optimizer=ComponentSpec("adagrad:adagrad")), {"x": x})
+    for gradient, expected in ((3.0, -0.5), (4.0, -0.5 - 0.5 * 4 / 5)):
+        x.grad = torch.tensor([gradient])
+        optimizer.step()
+        assert x.item() == pytest.approx(expected)
 
 
 def test_one_square_of_every_image_is_erased() -> None:

@@ -29,7 +29,7 @@ import fedloom.platform.methods  # noqa: F401 - registers the built-in rules
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.clients.local_rules import LocalClient, begun, local_rule, place_of
-from fedloom.platform.clients.training import PLAIN, SGD, LocalSGD
+from fedloom.platform.clients.training import PLAIN, LocalSGD, Optimizer
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.spaces.slices import Slice
 
@@ -109,7 +109,7 @@ class Federation:
         x = self.weights[X].clone().requires_grad_()
         client = LocalClient(client_id, self.rounds, 1, steps, local, {X: x}, {X: Slice(X)}, self.weights, client_state)
         client.gradients = lambda: {X: a * (self.weights[X] - b)}
-        sgd = SGD(local, {X: x}, begun(rule, client))
+        sgd = Optimizer(local, {X: x}, begun(rule, client))
         for _ in range(steps):
             x.grad = a * (x.detach() - b)
             sgd.step()

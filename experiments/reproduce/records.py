@@ -30,8 +30,12 @@ LATER = (
     "keep_momentum",
     "own_start",
     "processors",
+    "local_warmup_steps",
+    "local_cosine_to",
 )
 """Keys that came after the first records, which are of runs without them."""
+LATER_WORDS = (("aggregator", "mean"), ("optimizer", "sgd"), ("optimizer_state", "fresh"))
+"""Others, with the values of runs without them."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def _without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None
         and not (name == "privacy" and value["clip"] is None and not value["secure"])
         and not (name in LATER and not value)
-        and not (name == "aggregator" and value == "mean")
+        and (name, value) not in LATER_WORDS
     }
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from fedloom.platform.averaging.server import checked_values
 from fedloom.platform.clients.assignments import Assignment, TaskError, client_of, places_of
 from fedloom.platform.clients.training import (
+    PLAIN,
     Correction,
     Corrections,
     LocalSGD,
@@ -45,7 +46,10 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.worker import Worker
 
 STATE = "rule/"
-"""Prefix of a rule's names in a client's state, which may also hold a method's own tensors."""
+"""Prefix of the names of a rule, and of an optimiser, in a client's state, which may also hold a method's tensors."""
+
+COUNTERS = "counters/"
+"""Prefix of the slots of numbers, which stay in main memory."""
 
 
 @dataclass
@@ -59,7 +63,7 @@ class LocalClient:
         local: its hyper-parameters.
         parameters: the trained tensors by name, initially with the received values; training changes them in place.
         slices, weights: the parameters' slices of the shared weights, and these weights.
-        state: the rule's state for this client, by slot and shared tensor.
+        state: the state of the rule, and of the optimiser, for this client, by slot and shared tensor.
         gradients: computes the mean gradient of all samples at the received weights, by parameter; only for a rule that
             announces it by `extra_passes`.
         notes: whatever the rule's `begin` leaves for its `end`.
@@ -99,6 +103,11 @@ class LocalClient:
             self.state[slot_name] = torch.zeros_like(self.weights[piece.source], device=self.parameters[name].device)
         return piece.of(self.state[slot_name])
 
+    def counter(self, slot: str, name: str) -> Tensor:
+        """A number of the client's state in a slot, of the parameter's shared tensor: a scalar in main memory."""
+        slot_name = place_of(f"{COUNTERS}{slot}", self.slices[name].source)
+        return self.state.setdefault(slot_name, torch.zeros(()))
+
     def send(self, slot: str, name: str, value: Tensor, weight: float | None = None) -> None:
         """Sends a value for the parameter's slice of a shared slot.
 
@@ -135,7 +144,8 @@ def local_client(
     parameters: Mapping[str, Tensor],
 ) -> LocalClient:
     """A client as its local rule sees it, with `parameters` at the received values."""
-    states = {name: t for name, t in (assignment.state or {}).items() if name.startswith(STATE)}
+    states = {n.removeprefix(STATE): t for n, t in (assignment.state or {}).items() if n.startswith(STATE)}
+    counters = {name: t for name, t in states.items() if name.startswith(COUNTERS)}
     return LocalClient(
         client_id=client_of(assignment),
         round=assignment.round,
@@ -145,7 +155,7 @@ def local_client(
         parameters=parameters,
         slices=network.slices,
         weights=weights,
-        state={name.removeprefix(STATE): t for name, t in moved(states, worker.device).items()},
+        state={**moved(states, worker.device), **counters},
     )
 
 
@@ -216,6 +226,16 @@ class LocalRule:
     def merge(self, step: ServerStep) -> Tensor:
         """The server's new values of one region of a shared slot: the clients' mean unless overridden."""
         return step.mean
+
+
+def not_plain(local: LocalSGD, why: str) -> str | None:
+    """Why a rule refuses another optimiser than SGD, or several rates per round; None for SGD with one."""
+    if local.optimizer != PLAIN:
+        return f"optimizer={local.optimizer.name}: {why}; use optimizer=sgd"
+    if local.changes_rate:
+        key, none = ("local_warmup_steps", "0") if local.warmup_steps else ("local_cosine_to", "null")
+        return f"{key}={local.warmup_steps or local.cosine_to}: {why} with one rate; use {key}={none}"
+    return None
 
 
 def sgd(client: LocalClient) -> Correction | None:

@@ -34,11 +34,12 @@ from fedloom.platform.clients.local_rules import (
 )
 from fedloom.platform.clients.networks import Network, Subnet, in_task
 from fedloom.platform.clients.objectives import IGNORED, LastPosition, Objective, TopK
+from fedloom.platform.clients.optimizers import optimizer_traits
 from fedloom.platform.clients.trainer import Train, TrainedNetwork, received
 from fedloom.platform.clients.training import (
-    SGD,
     Corrections,
     LocalSGD,
+    Optimizer,
     Samples,
     Seen,
     Trained,
@@ -219,7 +220,10 @@ def train_in_stacks(
 
 @dataclass
 class Member:
-    """One client of a stack: its place among all samples, its random stream, and its local rule with what it sees."""
+    """One client of a stack: its place among all samples, its random stream, and its local rule with what it sees.
+
+    `optimizer` makes its steps if those of all clients cannot be made at once.
+    """
 
     assignment: Assignment
     start: int
@@ -228,6 +232,7 @@ class Member:
     rule: LocalRule
     client: LocalClient
     correct: Corrections | None
+    optimizer: Optimizer | None
 
 
 @dataclass
@@ -305,7 +310,13 @@ def _member(
     client = local_client(worker, assignment, network, weights, samples, local, parameters)
     generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
     rule = local_rule(local.rule)
-    return Member(assignment, start, samples, generator, rule, client, begun(rule, client))
+    optimizer = None if steps_at_once(local) else Optimizer(local, parameters, None, client, client.steps)
+    return Member(assignment, start, samples, generator, rule, client, begun(rule, client), optimizer)
+
+
+def steps_at_once(local: LocalSGD) -> bool:
+    """Whether one call of the optimiser makes the steps of all clients: they have equal rates and numbers of steps."""
+    return optimizer_traits(local.optimizer.name).elementwise and not local.keeps_state and local.cosine_to is None
 
 
 # -- vectorised training ----------------------------------------------------------------------------------------------
@@ -329,17 +340,17 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
     inputs, most = stack.data[0], min(local.batch_size + 1, max(m.samples for m in members))
     room = inputs.new_empty((len(members) * most, *inputs.shape[1:]), dtype=torch.float32)
     seen = [Seen(inputs.device, local.loss_norm) for _ in members]
-    at_work, live, momentum = 0, cast("_Live", None), dict[str, Tensor]()
+    unclipped = replace(local, clip_norm=0.0, idle_momentum=False)
+    at_work, live, optimizer = 0, cast("_Live", None), Optimizer(unclipped, stack.parameters)
     while parts := [indices for of_client in batches if (indices := next(of_client, None)) is not None]:
         if len(parts) != at_work:
             at_work = len(parts)
-            live = _Live(stack, at_work, local, momentum)
+            live = _Live(stack, at_work, local, optimizer)
         x, y = _batch(stack, parts, room)
         if augment is not None:
             x = augment_stack(augment, x, [len(part) for part in parts], [m.generator for m in members[: len(parts)]])
         for k, measured in enumerate(zip(*live.step(x, y, objective), strict=True)):
             seen[k].record(*measured, len(parts[k]))
-        momentum = live.momentum
     sizes = [sum(batch_sizes(m.samples, local)) for m in members]
     return [part.summed_up(len(part.losses), size) for part, size in zip(seen, sizes, strict=True)]
 
@@ -364,19 +375,16 @@ def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> tuple[Tensor,
 class _Live:
     """The first clients of a stack, those that are at work, as tensors that take gradients."""
 
-    def __init__(self, stack: Stack, at_work: int, local: LocalSGD, momentum: Mapping[str, Tensor]) -> None:
+    def __init__(self, stack: Stack, at_work: int, local: LocalSGD, optimizer: Optimizer) -> None:
         self._stack, self._clip_norm, self._norm = stack, local.clip_norm, local.loss_norm
         self._parameters = {n: t[:at_work].detach().requires_grad_() for n, t in stack.parameters.items()}
         self._buffers = {name: t[:at_work] for name, t in stack.buffers.items()}
         self._corrections = [member.correct for member in stack.members[:at_work]]
         linear = [correct for correct in self._corrections if isinstance(correct, LinearCorrection)]
         self._at_once = stacked_correction(linear) if len(linear) == at_work else None
-        unclipped = LocalSGD(1, 1, local.lr, local.momentum, local.weight_decay)
-        self._sgd = SGD(unclipped, self._parameters).resume({n: buffer[:at_work] for n, buffer in momentum.items()})
-
-    @property
-    def momentum(self) -> dict[str, Tensor]:
-        return self._sgd.momentum
+        self._optimizers = [member.optimizer for member in stack.members[:at_work]]
+        self._optimizer = optimizer
+        optimizer.narrow(self._parameters, at_work)
 
     def step(self, x: Tensor, y: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
         """Makes one step; returns each client's mean loss, and the sums of its metric and its squared losses."""
@@ -391,7 +399,10 @@ class _Live:
             self._correct()
             if self._clip_norm > 0:
                 self._clip()
-        self._sgd.step()
+        if self._optimizers[0] is None:
+            self._optimizer.step()
+        else:
+            self._step_one_by_one()
         return losses.detach(), correct, squares
 
     def _correct(self) -> None:
@@ -403,6 +414,16 @@ class _Live:
         for k, correct in enumerate(self._corrections):
             if correct is not None:
                 correct(names, [p[k] for p in parameters], [g[k] for g in gradients])
+
+    @torch.no_grad()
+    def _step_one_by_one(self) -> None:
+        parameters = [*self._parameters.values()]
+        for k, optimizer in enumerate(self._optimizers):
+            assert optimizer is not None, "all have one, or none"
+            gradients = [gradient_of(parameter)[k] for parameter in parameters]
+            optimizer.update([*range(len(parameters))], [p[k] for p in parameters], gradients)
+        for parameter in parameters:
+            parameter.grad = None
 
     def _clip(self) -> None:
         """Limits the norm of every client's gradient, as `torch.nn.utils.clip_grad_norm_` does for one."""

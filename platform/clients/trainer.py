@@ -18,7 +18,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult, Clien
 from fedloom.platform.clients.local_rules import STATE, LocalClient, begun, gradients_at, local_client, local_rule
 from fedloom.platform.clients.networks import in_task, rows_of_classes
 from fedloom.platform.clients.scoring import validation_scores
-from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step, Trained, batch_sizes, train_locally
+from fedloom.platform.clients.training import LocalSGD, Optimizer, Samples, Step, Trained, batch_sizes, train_locally
 from fedloom.platform.data.trees import joined, rows_of
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import FLOAT_BYTES, Slice, Weights, bytes_of, extract, first_not_finite
@@ -132,12 +132,12 @@ def train_network(
     weights: Weights,
     data: Samples,
     local: LocalSGD,
-    optimiser: Callable[[SGD], Step] = lambda sgd: sgd,
+    step_of: Callable[[Optimizer], Step] = lambda optimizer: optimizer,
 ) -> TrainedNetwork:
     """Trains a network locally from `weights`; all networks that an assignment trains see the same batches.
 
-    `optimiser` makes the optimiser from SGD over the network's parameters, for example one that goes on with the
-    momentum of an earlier round (`SGD.resume`) or also updates further variables. Raises TaskError if the training
+    `step_of` makes the steps from the optimiser of the network's parameters, for example such that go on with the
+    momentum of an earlier round (`Optimizer.resume`) or also update further variables. Raises TaskError if the training
     diverged.
     """
     forward = network.forward
@@ -151,7 +151,7 @@ def train_network(
     client = local_client(worker, assignment, network, weights, samples, local, parameters)
     if rule.extra_passes:
         client.gradients = partial(gradients_at, worker, assignment, network, weights, data, local)
-    sgd = SGD(local, parameters, begun(rule, client))
+    optimizer = Optimizer(local, parameters, begun(rule, client), client, client.steps)
 
     worker.set_mode(network.module, training=True)
     generator = torch_stream(worker.spec.training_seed, "batches", *places_of(assignment))
@@ -159,7 +159,7 @@ def train_network(
     with worker.randomness(network.module, generator):
         figures = train_locally(
             forward,
-            optimiser(sgd),
+            step_of(optimizer),
             data,
             local,
             generator,
@@ -176,7 +176,7 @@ def train_network(
         outputs = [len(task.names) for task in worker.spec.label_sets] or [worker.spec.space.num_classes]
         rows = rows_of_classes(network.module, tensors, outputs, classes)
     rule_macs = rule.extra_passes * network.macs * samples
-    return TrainedNetwork(network, tensors, sgd.momentum, figures, tuple(parameters), client, rule_macs, rows)
+    return TrainedNetwork(network, tensors, optimizer.momentum, figures, tuple(parameters), client, rule_macs, rows)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class TrainedNetwork:
 
     @property
     def state(self) -> ClientState:
-        """The local rule's state of the client."""
+        """The client's state of the local rule and of the optimiser."""
         return {f"{STATE}{name}": tensor for name, tensor in self.client.state.items()}
 
     @property

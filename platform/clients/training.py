@@ -1,4 +1,4 @@
-"""Local training: SGD over a client's samples, with the method's forward pass and gradient correction."""
+"""Local training: steps over a client's samples, with the method's forward pass and gradient correction."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 
+from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS, MOMENTUM, Keeps, LocalStep, Memory
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
 from fedloom.platform.data.on_device import moved, upload
 from fedloom.platform.data.trees import Tree, first, rows_of, single, taken
-from fedloom.platform.plugins import ComponentSpec
+from fedloom.platform.plugins import Blamed, ComponentSpec, is_import_path
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.objectives import Objective
 
 PLAIN = ComponentSpec("sgd")
-"""The local rule of plain SGD."""
+"""The local optimiser SGD, and the local rule that corrects nothing."""
 
 Samples = tuple[Tree, Tree]
 """Inputs (n, ...) and targets (n,) or (n, T), or several of each by name."""
@@ -41,10 +41,11 @@ Corrections = Callable[[list[str], list[Tensor], list[Tensor]], None]
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """A client's local training in one round: the hyper-parameters of its SGD, and its local rule.
+    """A client's local training in one round: the hyper-parameters of its SGD or other optimiser, and its local rule.
 
     `balanced` makes a client's classes equally likely, see `batch_indices`; `loss_norm` asks for `Trained.loss_norm`;
-    with `steps`, training ends after that many steps, if not before. `idle_momentum` is explained at `SGD`.
+    with `steps`, training ends after that many steps, if not before. `idle_momentum` and `keeps_state` are explained at
+    `Optimizer`, `warmup_steps` and `cosine_to` at `rate`.
     """
 
     epochs: int
@@ -59,6 +60,28 @@ class LocalSGD:
     loss_norm: bool = False
     steps: int | None = None
     rule: ComponentSpec = PLAIN
+    optimizer: ComponentSpec = PLAIN
+    keeps_state: bool = False
+    warmup_steps: int = 0
+    cosine_to: float | None = None
+
+    @property
+    def changes_rate(self) -> bool:
+        """Whether the learning rate changes within a round."""
+        return self.warmup_steps > 0 or self.cosine_to is not None
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step (from 0) of the client's `steps` in a round.
+
+        It rises linearly through `warmup_steps` steps to `lr`, then falls along half a cosine to the share `cosine_to`
+        of it in the last step.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        if self.cosine_to is None:
+            return self.lr
+        progress = (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps)
+        return self.lr * (self.cosine_to + (1 - self.cosine_to) * (1 + math.cos(math.pi * progress)) / 2)
 
     @property
     def plain(self) -> LocalSGD:
@@ -231,37 +254,56 @@ class Step(Protocol):
         """Applies the gradients and clears them."""
 
 
-class SGD:
-    """SGD with momentum, weight decay and clipping over the parameters with a gradient.
+class Optimizer:
+    """Steps of SGD, or of another optimiser, over the parameters with a gradient, corrected and clipped.
 
-    It calls torch's functional `sgd`, because an `Optimizer` object visits all operators of a supernet at every step,
-    which costs more than a small client's arithmetic.
+    It calls torch's functional optimisers, because an `Optimizer` object of torch's visits all operators of a supernet
+    at every step, which costs more than a small client's arithmetic.
 
-    A parameter that a batch's path leaves out rests: it has no gradient, and neither it nor its momentum changes, as in
+    A parameter that a batch's path leaves out rests: it has no gradient, and neither it nor its state changes, as in
     torch from 2.0 on. With `idle_momentum` its gradient is zero from its first step on, so that momentum moves it on
     and weight decay shrinks it: torch before 2.0, whose `zero_grad()` cleared gradients to zeros. The authors of
     FedorAS trained with 1.13.1 (requirements.txt of their code), where operators moved 1.5 to 3.5 times as far.
+
+    With `keeps_state` the state (momentum, Adam's moments and numbers of steps) is a part of the client's, in the
+    coordinates of the shared weights. A tensor has one number of steps, even if the client had other slices of it.
     """
 
-    def __init__(self, local: LocalSGD, parameters: Mapping[str, Tensor], correct: Corrections | None = None) -> None:
-        """`correct` changes the gradients before a step."""
-        self.local, self.correct = local, correct
+    def __init__(
+        self,
+        local: LocalSGD,
+        parameters: Mapping[str, Tensor],
+        correct: Corrections | None = None,
+        client: Keeps | None = None,
+        steps: int = 1,
+    ) -> None:
+        """`correct` changes the gradients before a step; `client` is whose state may be kept, `steps` its number."""
+        self.local, self.correct, self._steps, self._made = local, correct, steps, 0
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
-        self._buffers: dict[int, Tensor | None] = {}
+        rule, name = LOCAL_OPTIMIZERS.make(local.optimizer), local.optimizer.name
+        self._rule = Blamed(LOCAL_OPTIMIZERS.kind, name, rule) if is_import_path(name) else rule
+        self._memory = Memory(self.names, client if local.keeps_state else None)
         for parameter in self.parameters:
             parameter.grad = None
 
-    def resume(self, momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> SGD:
+    def resume(self, momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> Optimizer:
         """Goes on with the momentum buffers of an earlier training, and with another correction if one is given."""
         buffers = moved(momentum, self.parameters[0].device) if momentum else {}
-        self._buffers.update((i, buffers[name]) for i, name in enumerate(self.names) if name in buffers)
+        there = self._memory.slots.setdefault(MOMENTUM, {})
+        there.update((i, buffers[name]) for i, name in enumerate(self.names) if name in buffers)
         self.correct = self.correct if correct is None else correct
         return self
 
+    def narrow(self, parameters: Mapping[str, Tensor], clients: int) -> None:
+        """Goes on with the first clients of a stack, whose tensors (K, ...) these are."""
+        self.parameters = tuple(parameters.values())
+        for tensors in self._memory.slots.values():
+            tensors.update((i, tensor[:clients]) for i, tensor in tensors.items() if tensor.dim())
+
     @property
     def momentum(self) -> dict[str, Tensor]:
-        """The momentum buffers by parameter, where there is one."""
-        return {self.names[i]: buffer for i, buffer in self._buffers.items() if buffer is not None}
+        """SGD's momentum buffers by parameter, where there is one."""
+        return {self.names[i]: buffer for i, buffer in self._memory.slots.get(MOMENTUM, {}).items()}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -274,26 +316,19 @@ class SGD:
             self.correct([self.names[i] for i in touched], parameters, gradients)
         if local.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(parameters, local.clip_norm)
-        buffers = [self._buffers.get(i) for i in touched]
-        sgd(
-            parameters,
-            gradients,
-            buffers,
-            foreach=len(parameters) > 4,
-            lr=local.lr,
-            momentum=local.momentum,
-            weight_decay=local.weight_decay,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
-        if local.momentum:
-            self._buffers.update(zip(touched, buffers, strict=True))
+        self.update(touched, parameters, gradients)
         if local.idle_momentum:
             torch._foreach_zero_(gradients)
             return
         for parameter in parameters:
             parameter.grad = None
+
+    def update(self, touched: list[int], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Applies the final gradients of the parameters of these indices."""
+        local = self.local
+        lr = local.rate(self._made, self._steps) if local.changes_rate else local.lr
+        self._made += 1
+        self._rule(LocalStep(parameters, gradients, lr, local.momentum, local.weight_decay, touched, self._memory))
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -180,8 +180,8 @@ class Round:
         index: the round, from 0.
         state: the state before the round.
         client_ids: the round's clients in plan order: by tier, then by id.
-        local: the clients' local training in this round: the hyper-parameters of its SGD, and its local rule.
-        rules: selection, local rule, weighting and server rule of the stage.
+        local: the clients' local training in this round: its hyper-parameters, optimiser and local rule.
+        rules: the rules of the stage.
         scored: whether clients score their models on validation data after training, if their task supports it.
     """
 
@@ -390,8 +390,10 @@ class TrainingStage:
     # -- parts of a round -------------------------------------------------------------------------------------------
 
     def _local_sgd(self, index: int) -> LocalSGD:
-        balanced = self.world.config.data.balanced_classes
-        return local_sgd(self.config, index, self.augment, balanced=balanced, rule=self.rules.local)
+        balanced, rules = self.world.config.data.balanced_classes, self.rules
+        return local_sgd(
+            self.config, index, self.augment, balanced=balanced, rule=rules.local, optimizer=rules.optimizer
+        )
 
     def _simulated_tasks(self, state: RunState, index: int, client_ids: tuple[int, ...]) -> Sequence[Task]:
         """The tasks of a simulated cohort, which differ from those of any round, and depend on none before it."""

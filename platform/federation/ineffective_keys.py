@@ -9,6 +9,7 @@ from fedloom.platform.data.config import BY_LABEL, DataConfig
 from fedloom.platform.federation.config import FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.plugins import is_import_path
 from fedloom.platform.words import shown
 
 
@@ -27,6 +28,10 @@ def _is_given(value: Any) -> bool:
 
 def _is_missing(value: Any) -> bool:
     return not value
+
+
+def _may_use_momentum(optimizer: str) -> bool:
+    return optimizer == "sgd" or is_import_path(optimizer)
 
 
 NEEDS: dict[type, tuple[_Needs, ...]] = {
@@ -52,6 +57,7 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
         _Needs("max_share", "policy", "tolerate".__eq__, "tolerate"),
     ),
     TrainingConfig: (
+        _Needs("momentum", "optimizer", _may_use_momentum, "sgd"),
         _Needs("final_lr_share", "schedule", "cosine".__eq__, "cosine"),
         _Needs("step_rounds", "schedule", "steps".__eq__, "steps"),
     ),
@@ -87,6 +93,8 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
                 f"executor.sum_chunks={config.executor.sum_chunks} has no effect with method.train.aggregator="
                 f"{shown(aggregator)}: it is for means"
             )
+    if isinstance(config, TrainingConfig) and config.optimizer_state == "kept" and _is_stateless(config):
+        yield f"{key}optimizer_state=kept has no effect with {key}momentum=0.0: SGD without momentum has no state"
     if isinstance(config, TrainingConfig) and config.selection == "power_of_choice":
         yield from _without_choice(config, key)
     for field in fields(config):
@@ -99,6 +107,10 @@ def _default(config: Any, name: str) -> Any:
     owner = attrgetter(".".join(path))(config) if path else config
     field: Field[Any] = next(field for field in fields(owner) if field.name == last)
     return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _is_stateless(config: TrainingConfig) -> bool:
+    return config.optimizer == "sgd" and not config.momentum
 
 
 def _without_choice(config: TrainingConfig, key: str) -> Iterator[str]:

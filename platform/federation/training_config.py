@@ -1,4 +1,4 @@
-"""The configuration of a federated training stage: its rounds, its slots, and the clients' local SGD."""
+"""The configuration of a federated training stage: its rounds, its slots, and the clients' local training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, serve, server_traits
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, weighting_rule, weighting_traits
 from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, begun, local_rule, place_of, refuse_parts
-from fedloom.platform.clients.training import PLAIN, LocalSGD
+from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS
+from fedloom.platform.clients.training import PLAIN, LocalSGD, Optimizer
 from fedloom.platform.data.augment import AUGMENTATIONS, NO_AUGMENTATION, coloured
 from fedloom.platform.federation.selection import SELECTION_RULES, check_selection, selection_traits
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, is_import_path
@@ -66,13 +67,18 @@ class TrainingConfig:
     rounds: Annotated[int, ZERO_OR_MORE, "number of rounds; a stage of 0 rounds is skipped"] = 50
     clients_per_round: Annotated[int | None, ONE_OR_MORE, "number of clients per round; null: all"] = 10
     epochs: Annotated[int, EPOCHS, "passes of a client over its training data per round"] = 1
-    batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client's SGD"] = 32
-    lr: Annotated[float, POSITIVE, "learning rate of the clients' SGD"] = 0.1
+    batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client"] = 32
+    optimizer: Annotated[str, ComponentName("local optimizer"), "what a client makes of a step's gradients"] = "sgd"
+    optimizer_state: Annotated[
+        Literal["fresh", "kept"],
+        "momentum or moments in a client's next round: fresh, or kept as its state (memory for each that took part)",
+    ] = "fresh"
+    lr: Annotated[float, POSITIVE, "learning rate of the clients"] = 0.1
     momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.9
     idle_momentum: Annotated[
         bool, "momentum also moves operators that a batch's path leaves out, as in torch before 2.0; false: they rest"
     ] = False
-    weight_decay: Annotated[float, ZERO_OR_MORE, "weight decay of the clients' SGD"] = 0.0
+    weight_decay: Annotated[float, ZERO_OR_MORE, "weight decay of the clients"] = 0.0
     clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm, 0 for none"] = 0.0
     schedule: Annotated[
         Schedule,
@@ -80,6 +86,12 @@ class TrainingConfig:
     ] = "fixed"
     final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.1
     step_rounds: Annotated[int, ONE_OR_MORE, "steps: rounds between two reductions of lr"] = 10
+    local_warmup_steps: Annotated[
+        int, ZERO_OR_MORE, "steps of a client's round in which its lr rises to that of the round"
+    ] = 0
+    local_cosine_to: Annotated[
+        float | None, PART, "share of lr that is left in the last step of a client's round, after a cosine; null: all"
+    ] = None
     min_contributors: Annotated[int, ONE_OR_MORE, "scalars covered by fewer clients keep their old value"] = 1
     selection: Annotated[str, ComponentName("selection rule"), "how a round's clients are selected"] = "uniform"
     local_rule: Annotated[str, ComponentName("local rule"), "correction of the clients' gradients"] = "sgd"
@@ -110,6 +122,7 @@ class Rules:
     weighting: ComponentSpec
     server: ComponentSpec
     aggregator: ComponentSpec = field(default_factory=lambda: ComponentSpec(MEAN))
+    optimizer: ComponentSpec = PLAIN
     processors: tuple[ComponentSpec, ...] = ()
     more: Mapping[str, ComponentSpec] = field(default_factory=dict)
     key: str = ""
@@ -121,6 +134,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
     "weighting": WEIGHTING_RULES,
     "server": SERVER_RULES,
     "aggregator": AGGREGATORS,
+    "optimizer": LOCAL_OPTIMIZERS,
 }
 
 
@@ -137,9 +151,11 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     named = _named(config) | dict(more or {})
     _check_names(named, key)
     specs = dict(zip(named, component_specs([*named.values()], config.options, f"{key}.options"), strict=True))
-    selection, local, weighting, server, aggregator = (specs.pop(name) for name in REGISTRIES)
+    selection, local, weighting, server, aggregator, optimizer = (specs.pop(name) for name in REGISTRIES)
     processors = tuple(specs.pop(_processor_key(index)) for index in range(len(config.processors)))
-    rules = Rules(selection, local, weighting, server, aggregator, processors, specs, key)
+    rules = Rules(selection, local, weighting, server, aggregator, optimizer, processors, specs, key)
+    if config.idle_momentum and optimizer != PLAIN:
+        raise ValueError(f"{key}.idle_momentum=true is SGD's alone: use {key}.optimizer=sgd, given {optimizer.name}")
     _check_local_rule(rules, config, key)
     _check_aggregator(rules, config, key)
     try_rules(rules, config.clients_per_round)
@@ -169,7 +185,7 @@ def own_augmentation(config: TrainingConfig) -> ComponentSpec | None:
 
 
 def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
-    """Raises ValueError if local and server rule do not belong together, or the local rule refuses the clients' SGD."""
+    """Raises ValueError if local and server rule do not belong together, or the local rule refuses how clients step."""
     local, server = rules.local.name, rules.server.name
     needed = local_rule(rules.local).server
     if needed not in (None, server):
@@ -184,7 +200,9 @@ def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
         )
     if selection_traits(rules.selection.name).shortens_updates:
         refuse_parts(rules.local, key, rules.selection.name, "another selection rule")
-    problem = local_rule(rules.local).refuses(local_sgd(config, 0, NO_AUGMENTATION, balanced=False))
+    problem = local_rule(rules.local).refuses(
+        local_sgd(config, 0, NO_AUGMENTATION, balanced=False, optimizer=rules.optimizer)
+    )
     if problem is not None:
         raise ValueError(f"{key}.local_rule={local} cannot be used with {key}.{problem}")
 
@@ -272,7 +290,13 @@ def learning_rate(config: TrainingConfig, round_: int) -> float:
 
 
 def local_sgd(
-    config: TrainingConfig, round_: int, augment: ComponentSpec, *, balanced: bool, rule: ComponentSpec = PLAIN
+    config: TrainingConfig,
+    round_: int,
+    augment: ComponentSpec,
+    *,
+    balanced: bool,
+    rule: ComponentSpec = PLAIN,
+    optimizer: ComponentSpec = PLAIN,
 ) -> LocalSGD:
     """The clients' local training in a round of the stage."""
     return LocalSGD(
@@ -287,6 +311,10 @@ def local_sgd(
         balanced=balanced,
         loss_norm=config.loss_norms or selection_traits(config.selection).needs_loss_norm,
         rule=rule,
+        optimizer=optimizer,
+        keeps_state=config.optimizer_state == "kept",
+        warmup_steps=config.local_warmup_steps,
+        cosine_to=config.local_cosine_to,
     )
 
 
@@ -318,6 +346,8 @@ def try_rules(rules: Rules, cohort: int | None) -> None:
         _try_server(rules.server)
     if is_import_path(rules.local.name):
         _try_local(rules.local)
+    if is_import_path(rules.optimizer.name):
+        _try_optimizer(rules.optimizer)
 
 
 def _try_server(server: ComponentSpec) -> None:
@@ -329,6 +359,21 @@ def _try_server(server: ComponentSpec) -> None:
         sums.add(Update({PARAMETER: torch.ones(1, 2)}, first_row, {PARAMETER: 1.0}))
         new, state = serve({PARAMETER: (server.name, rule)}, old, sums.finish(old), state, ServerRound(round_, 1, 2))
         old = {PARAMETER: new[PARAMETER]}
+
+
+def _try_optimizer(choice: ComponentSpec) -> None:
+    """Makes two steps of a parameter."""
+    parameter = torch.ones(2, requires_grad=True)
+    optimizer = Optimizer(LocalSGD(1, 2, 0.1, optimizer=choice), {PARAMETER: parameter})
+    for _ in range(2):
+        parameter.grad = torch.tensor([1.0, -2.0])
+        optimizer.step()
+    if not bool(torch.isfinite(parameter).all()):
+        raise PluginError(f"local optimizer {choice.name!r} makes parameters that are not finite")
+    if torch.equal(parameter.detach(), torch.ones(2)):
+        raise PluginError(
+            f"local optimizer {choice.name!r} leaves the parameters as they are: change step.parameters in place"
+        )
 
 
 def _try_local(local: ComponentSpec) -> None:

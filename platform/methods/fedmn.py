@@ -36,7 +36,7 @@ from fedloom.platform.clients.trainer import (
     update_of,
     with_more,
 )
-from fedloom.platform.clients.training import SGD, LocalSGD, Samples, Step
+from fedloom.platform.clients.training import LocalSGD, Optimizer, Samples, Step
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import upload
 from fedloom.platform.data.trees import single
@@ -202,9 +202,9 @@ class TrainModular:
             """The drawn values (decisions, options), with gradients that flow to the current router."""
             return straight_through(router(embedding) + noise, hard, self.temperature)
 
-        def both(sgd: SGD) -> Step:
+        def both(sgd: Optimizer) -> Step:
             router_local = replace(self.local, lr=self.router_lr, weight_decay=0.0)
-            return TwoSteps(sgd, SGD(router_local, dict(router.named_parameters())))
+            return TwoSteps(sgd, Optimizer(router_local, dict(router.named_parameters())))
 
         network = MixedNetwork(chosen(hard), gates).on(worker)
 

@@ -14,13 +14,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from fedloom.platform.averaging.server import ServerTraits
-from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient, LocalRule
+from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient, LocalRule, not_plain
 from fedloom.platform.plugins import declares
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedloom.platform.averaging.server import ServerStep
+    from fedloom.platform.clients.training import LocalSGD
 
 
 def total_weight(steps: int, momentum: float) -> float:
@@ -35,6 +36,12 @@ class FedNova(LocalRule):
 
     server = "fednova"
     needs_whole_change = False  # nothing is kept: the mean of normalised changes is as good of those that are sent
+
+    def refuses(self, local: LocalSGD) -> str | None:
+        """a_i is that of SGD with one rate, whose momentum begins at zero."""
+        if local.keeps_state and local.momentum:
+            return "optimizer_state=kept: a_i is that of momentum which begins at zero; use optimizer_state=fresh"
+        return not_plain(local, "a_i counts steps of SGD")
 
     def begin(self, client: LocalClient) -> LinearCorrection:
         """Gradients are not changed, only counted."""

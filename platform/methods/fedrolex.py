@@ -44,6 +44,11 @@ class FedRolexConfig(WidthConfig):
 def stages(config: FedRolexConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
     space, widest = of_widths(world.space, config.name), largest_of_tiers(world)
+    if config.train.optimizer_state == "kept":
+        raise ValueError(
+            "method.train.optimizer_state=kept: fedrolex rolls the channels after every round, and what clients keep "
+            "would stay: use fresh"
+        )
     if config.train.server != "replace" or config.train.local_rule not in ("sgd", "fedprox"):
         raise ValueError(
             f"method.train.local_rule={config.train.local_rule} and method.train.server={config.train.server}: "

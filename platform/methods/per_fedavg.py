@@ -14,7 +14,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import validation_scores
 from fedloom.platform.clients.trainer import ValidationUse, client_samples, train_network, trained_outcome, update_of
-from fedloom.platform.clients.training import SGD, LocalSGD, Outputs, Samples, Step, gradient_of
+from fedloom.platform.clients.training import LocalSGD, Optimizer, Outputs, Samples, Step, gradient_of
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import Round
@@ -77,7 +77,7 @@ class TrainMeta:
         generator = torch_stream(worker.spec.training_seed, "meta_batches", *places_of(assignment))
         batches, objective = endless_batches(data, self.local, generator), worker.objective.for_client(data[1])
 
-        def meta(sgd: SGD) -> Step:
+        def meta(sgd: Optimizer) -> Step:
             return MetaStep(sgd, network.forward, batches, self.inner_lr, objective)
 
         shared = train_network(worker, assignment, network, weights, data, self.local, meta)
@@ -91,7 +91,7 @@ class TrainMeta:
 class MetaStep:
     """w' = w - alpha * grad(w; one batch), then w <- w - beta * grad(w'; another batch), beta being SGD's rate."""
 
-    sgd: SGD
+    sgd: Optimizer
     forward: Callable[[Any], Outputs]
     batches: Iterator[Samples]
     inner_lr: float

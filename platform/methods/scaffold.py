@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
-from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient, LocalRule
+from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient, LocalRule, not_plain
+from fedloom.platform.clients.training import PLAIN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,12 +46,15 @@ class Scaffold(LocalRule):
         self.extra_passes = 1 if option == 1 else 0
 
     def refuses(self, local: LocalSGD) -> str | None:
-        """With momentum, or clipped, a client's way is not the sum of its gradients."""
-        if self.option == 2 and local.clip_norm:
-            return f"clip_norm={local.clip_norm:g}: option 2 takes x - y for the sum of the gradients; use clip_norm=0"
-        if self.option == 2 and local.momentum:
-            return f"momentum={local.momentum:g}: option 2 takes x - y for the sum of the gradients; use momentum=0"
-        return None
+        """With momentum, clipped, or with another optimiser or rate, a client's way is not the sum of its gradients."""
+        if self.option == 1:
+            return None
+        why = "option 2 takes x - y for the sum of the gradients"
+        if local.clip_norm:
+            return f"clip_norm={local.clip_norm:g}: {why}; use clip_norm=0"
+        if local.optimizer == PLAIN and local.momentum:
+            return f"momentum={local.momentum:g}: {why}; use momentum=0"
+        return not_plain(local, why)
 
     def begin(self, client: LocalClient) -> LinearCorrection:
         """Every gradient is corrected by c - c_i."""

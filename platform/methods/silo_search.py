@@ -20,7 +20,7 @@ from fedloom.platform.clients.evaluation import Score, evaluate
 from fedloom.platform.clients.networks import MixedNetwork, Network
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import SGD, Samples, Step, epoch_sizes
+from fedloom.platform.clients.training import Optimizer, Samples, Step, epoch_sizes
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.federation.algorithm import SUPERNET, Round, RunState, TasksOfRound, to_all
@@ -385,7 +385,7 @@ class Perturbation:
         """Whether the search has ended."""
         return is_settled(space, remaining, prune_edges=self.prune_edges)
 
-    def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
+    def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[Optimizer], Step]:
         """The training step of the silo's network: plain SGD."""
         del worker, assignment, silo
         return lambda sgd: sgd
@@ -477,7 +477,7 @@ class Milenas:
         del space
         return is_decided(remaining)
 
-    def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[SGD], Step]:
+    def step(self, worker: Worker, assignment: Assignment, silo: Personal) -> Callable[[Optimizer], Step]:
         """SGD on the weights and, with random validation batches, on the architecture parameters, changed in place."""
         alphas = silo.alphas
         if alphas is None:
@@ -500,7 +500,7 @@ class MixedStep:
     weights before the step (SPIDER, App. C).
     """
 
-    sgd: SGD
+    sgd: Optimizer
     alphas: Tensor
     network: Network
     batches: Iterator[Samples]

@@ -33,7 +33,7 @@ from fedloom.platform.clients.trainer import (
     trained_outcome,
     update_of,
 )
-from fedloom.platform.clients.training import SGD, Corrections, LocalSGD, Samples, batch_indices
+from fedloom.platform.clients.training import Corrections, LocalSGD, Optimizer, Samples, batch_indices
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.augment import augmentation
 from fedloom.platform.data.on_device import upload
@@ -68,6 +68,7 @@ from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.settings import BELOW_ONE, NOT_EMPTY, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.capabilities import HasSubspaces, summing_options
 from fedloom.platform.spaces.slices import Subspace, Weights
+from fedloom.platform.words import shown
 from fedloom.tiers.devices import EVALUATION_FACTOR, TRAINING_FACTOR
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,13 @@ def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
             "tiers.unsupported: silos train every operator of their space; leave them out of space.operators"
         )
     check_training(train, "method.train", world.num_clients)
+    for name in ("optimizer", "optimizer_state", "local_warmup_steps", "local_cosine_to"):
+        default = getattr(TrainingConfig(), name)
+        if getattr(train, name) != default:
+            raise ValueError(
+                f"method.train.{name}={shown(getattr(train, name))}: silos train by SGD at one rate per round, with "
+                f"the momentum that their method keeps; use {shown(default)}"
+            )
     return rules_of(train, "method.train")
 
 
@@ -243,8 +251,8 @@ def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) 
             yield (x_B if augment is None else augment(single(x_B, "an augmentation"), generator)), y_B
 
 
-def resumed(momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> Callable[[SGD], SGD]:
-    """Makes SGD go on with the momentum of an earlier training, and with another correction (`SGD.resume`)."""
+def resumed(momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> Callable[[Optimizer], Optimizer]:
+    """Makes SGD go on with the momentum of an earlier training, and with another correction (`Optimizer.resume`)."""
     return lambda sgd: sgd.resume(momentum, correct)
 
 

@@ -33,7 +33,7 @@ from fedloom.platform.clients.scoring import (
     validation_scores,
 )
 from fedloom.platform.clients.trainer import client_samples, received, train_network
-from fedloom.platform.clients.training import SGD, LocalSGD, Step, epoch_sizes
+from fedloom.platform.clients.training import LocalSGD, Optimizer, Step, epoch_sizes
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, Round, RunState, fresh_supernet, to_all
@@ -245,7 +245,7 @@ class TrainAndScore:
             best.see(score, None if chosen_on is test else on_test)
             worker.set_mode(network.module, training=True)
 
-        def watched(sgd: SGD) -> Step:
+        def watched(sgd: Optimizer) -> Step:
             steps = len(epoch_sizes(rows_of(data[1]), self.local.batch_size))
             return sgd if self.epoch == LAST else EachEpoch(sgd, steps, look)
 
@@ -293,7 +293,7 @@ class BestEpoch:
 class EachEpoch:
     """SGD that calls `ended` after every epoch of `steps` steps."""
 
-    sgd: SGD
+    sgd: Optimizer
     steps: int
     ended: Callable[[], None]
     made: int = 0

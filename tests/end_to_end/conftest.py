@@ -122,6 +122,7 @@ TINY_WIDTHS = [
     "tiers.upper_bounds=[5000,15000,30000,60000]",
 ]
 
+KEPT_ADAM = ["method.train.optimizer=adamw", "method.train.lr=0.01", "method.train.optimizer_state=kept"]
 PRIVATE = ["clip=0.5", "noise=0.2", "weight_cap=100"]
 
 COMPARED = {
@@ -145,7 +146,7 @@ COMPARED = {
         "tiers.upper_bounds=[15000,22000,25000,30000]",
     ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
-    "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE)],
+    "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],
 }
 """The methods that others are compared with; each also has a selection rule of its own."""
 

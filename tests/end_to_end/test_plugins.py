@@ -95,6 +95,7 @@ RUNS: Mapping[str, Changes] = {
         **WRITERS,
         **LION,
         "method.train.local_rule": "prox:prox",
+        "method.train.optimizer": "adagrad:adagrad",
         f"{OPTION}mu": 2.0,
     },
     "head_first": {"method": "head_first:METHOD", **SMALL, **WRITERS, "method.train.local_rule": "prox:prox"},
@@ -111,7 +112,7 @@ RUNS: Mapping[str, Changes] = {
 }
 """Runs that use each of the plug-ins, together where that saves time."""
 USED = {
-    "prox": {"mixers", "rotated", "power_of_choice", "lion", "prox"},
+    "prox": {"mixers", "rotated", "power_of_choice", "lion", "prox", "adagrad"},
     "head_first": {"mixers", "head_first", "rotated", "power_of_choice", "prox"},
     "fedper": {"mixers", "fedper"},
     "scaffold": {"mixers", "scaffold", "lion", "median"},

@@ -92,6 +92,9 @@ def space(layers=((conv(), Candidate("none", nn.Identity)),), fixed=Fixed, shape
 PLACES = {
     "selection rule": Place("method.train.selection", TRAIN, "choice", "return choice.draw(choice.size)", FEDAVG),
     "local rule": Place("method.train.local_rule", TRAIN, "client", "return None", FEDAVG),
+    "local optimizer": Place(
+        "method.train.optimizer", TRAIN, "step", "[p.sub_(strength * step.lr) for p in step.parameters]", FEDAVG
+    ),
     "weighting rule": Place(
         "method.train.weighting", TRAIN, "work", "return dict.fromkeys(work.seen_by_tensor, strength)", FEDAVG
     ),

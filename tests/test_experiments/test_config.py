@@ -311,9 +311,9 @@ PUBLIC = {
         "max_step_s step_batch_size budget num_gpus num_cpus"
     ),
     "TrainingConfig": (
-        "rounds clients_per_round epochs batch_size lr momentum idle_momentum weight_decay clip_norm schedule "
-        "final_lr_share step_rounds min_contributors selection local_rule weighting server aggregator augment "
-        "processors options loss_norms evaluate_every privacy"
+        "rounds clients_per_round epochs batch_size optimizer optimizer_state lr momentum idle_momentum weight_decay "
+        "clip_norm schedule final_lr_share step_rounds local_warmup_steps local_cosine_to min_contributors selection "
+        "local_rule weighting server aggregator augment processors options loss_norms evaluate_every privacy"
     ),
     "TransferConfig": "name start_from model architecture tier from_scratch head train evaluation",
     "WidthConfig": "name train statistics_clients evaluation",

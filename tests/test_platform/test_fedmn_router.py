@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.clients.training import SGD, LocalSGD
+from fedloom.platform.clients.training import LocalSGD, Optimizer
 from fedloom.platform.methods.fedmn import (
     Router,
     chosen,
@@ -115,7 +115,7 @@ def test_the_logit_of_a_needed_module_rises_above_that_of_a_harmful_one() -> Non
     for _round in range(60):
         noise = logistic_noise((1, 2), generator)
         hard = (router(embedding).detach() + noise > 0).float()
-        sgd = SGD(local, dict(router.named_parameters()))
+        sgd = Optimizer(local, dict(router.named_parameters()))
         gates = straight_through(router(embedding) + noise, hard, 1.0)
         output = sum(gates[0, o] * (needed, harmful)[o] for o in chosen(hard)[0])
         if isinstance(output, Tensor):

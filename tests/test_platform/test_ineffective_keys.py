@@ -43,6 +43,17 @@ CHOICE = ["method.train.selection=power_of_choice"]
                 "above 0",
             ],
         ),
+        (
+            ["method.train.optimizer=adam", "method.train.momentum=0.5", "method.train.optimizer_state=kept"],
+            ["method.train.momentum=0.5 has no effect with method.train.optimizer=adam: it is for sgd"],
+        ),
+        (
+            ["method.train.momentum=0", "method.train.optimizer_state=kept"],
+            [
+                "method.train.optimizer_state=kept has no effect with method.train.momentum=0.0: SGD without momentum "
+                "has no state"
+            ],
+        ),
         ([*CHOICE, "method.train.options.candidates=11"], []),
         (
             [*CHOICE, "method.train.options.candidates=10"],

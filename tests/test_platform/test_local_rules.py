@@ -24,7 +24,7 @@ from fedloom.platform.clients.local_rules import (
 )
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import SGD, Correction, LocalSGD
+from fedloom.platform.clients.training import Correction, LocalSGD, Optimizer
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
@@ -73,7 +73,7 @@ def client_with(weights: Weights, piece: Slice, local: LocalSGD, state: dict[str
 def test_two_steps_of_fedprox_by_hand(mu: float, expected: list[float]) -> None:
     local = LocalSGD(epochs=1, batch_size=5, lr=0.1)
     client = client_with({W: torch.tensor([1.0, -1.0])}, Slice(W), local)
-    sgd = SGD(local, client.parameters, local_rule(fedprox(mu)).begin(client))
+    sgd = Optimizer(local, client.parameters, local_rule(fedprox(mu)).begin(client))
     for _ in range(2):
         (client.parameters[W] * torch.tensor([2.0, 4.0])).sum().backward()
         sgd.step()

@@ -17,7 +17,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult, Task,
 from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, train_locally
+from fedloom.platform.clients.training import LocalSGD, Optimizer, batch_indices, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
@@ -215,7 +215,7 @@ def test_adaptation_is_local_training_between_two_scores(federation: Federation,
         more = federation.data("validation")
         x, y = torch.cat([x, more[0]]), torch.cat([y, more[1]])
     module = federation.module()
-    sgd = SGD(LOCAL, dict(module.named_parameters()))
+    sgd = Optimizer(LOCAL, dict(module.named_parameters()))
     generator = torch_stream(federation.world.spec.training_seed, "batches", "train", 0, 0)
     train_locally(module, sgd, (x, y), LOCAL, generator, objective=Objective())
     before, after = (accuracy(m, federation.data("test")) for m in (federation.module(), module))

@@ -14,7 +14,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult, Measu
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices
+from fedloom.platform.clients.training import LocalSGD, Optimizer, batch_indices
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
@@ -132,7 +132,7 @@ def meta_step(local: LocalSGD, inner_lr: float, w: float = 0.0) -> tuple[Slope, 
         while True:
             yield ANOTHER
 
-    step = MetaStep(SGD(local, {"w": slope.w}), slope, forever(), inner_lr, Objective())
+    step = MetaStep(Optimizer(local, {"w": slope.w}), slope, forever(), inner_lr, Objective())
 
     def once() -> None:
         F.cross_entropy(slope(ONE_BATCH[0]), ONE_BATCH[1]).backward()  # type: ignore[no-untyped-call]

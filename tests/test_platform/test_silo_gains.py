@@ -12,7 +12,7 @@ import torch
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.evaluation import Score, evaluate
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, train_locally
+from fedloom.platform.clients.training import LocalSGD, Optimizer, train_locally
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import CLIENT, RunState
 from fedloom.platform.federation.config import RunConfig
@@ -95,7 +95,7 @@ def by_hand(gains: Gains, kept: Subspace, on: int, of: int, begin: Weights) -> t
     (x, y), (more_x, more_y) = (worker.client_data(on, split) for split in ("train", "validation"))
     local = LocalSGD(epochs=2, batch_size=16, lr=0.02, momentum=0.9, clip_norm=5.0)
     generator = torch_stream(worker.spec.training_seed, "batches", "gains", of, on)
-    data, sgd = (torch.cat([x, more_x]), torch.cat([y, more_y])), SGD(local, dict(module.named_parameters()))
+    data, sgd = (torch.cat([x, more_x]), torch.cat([y, more_y])), Optimizer(local, dict(module.named_parameters()))
     train_locally(module, sgd, data, local, generator, objective=Objective())
     with worker.data.reading_test():
         score = evaluate(module.eval(), worker.client_data(on, "test"), Objective())

@@ -16,7 +16,7 @@ from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
 from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices
+from fedloom.platform.clients.training import LocalSGD, Optimizer, batch_indices
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState
 from fedloom.platform.federation.config import RunConfig
@@ -122,7 +122,7 @@ def test_a_mixed_step_in_literal_numbers() -> None:
         return torch.cat([torch.zeros_like(x), softmax(alphas, absent_of(alphas, ((0, 1),)))[0, 1] * w * x], dim=1)
 
     one, up, down = torch.ones(1, 1), torch.tensor([1]), torch.tensor([0])
-    sgd, search = SGD(LocalSGD(1, 1, lr=0.2), {"w": w}), Milenas(False, 0.1, validation_weight=0.5)
+    sgd, search = Optimizer(LocalSGD(1, 1, lr=0.2), {"w": w}), Milenas(False, 0.1, validation_weight=0.5)
     step = MixedStep(sgd, alphas, planted(forward), forever(one, down), search, Objective())
     F.cross_entropy(forward(one), up).backward()  # type: ignore[no-untyped-call]
     step.step()
@@ -158,7 +158,7 @@ def test_the_useful_operators_parameter_grows_and_it_is_chosen() -> None:
         logit = w * (softmax(alphas, absent_of(alphas, ((0, 1),)))[0] * x_B).sum(dim=1, keepdim=True)
         return torch.cat([-logit, logit], dim=1)
 
-    sgd, search = SGD(LocalSGD(1, 64, 0.01), {"w": w}), Milenas(False, 1.0)
+    sgd, search = Optimizer(LocalSGD(1, 64, 0.01), {"w": w}), Milenas(False, 1.0)
     step = MixedStep(sgd, alphas, planted(forward), forever(x, y), search, Objective())
     values = []
     for _ in range(10):

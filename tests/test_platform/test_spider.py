@@ -13,7 +13,7 @@ from fedloom.platform.clients.assignments import Assignment, own_copy
 from fedloom.platform.clients.local_rules import pull_towards
 from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
-from fedloom.platform.clients.training import SGD, LocalSGD
+from fedloom.platform.clients.training import LocalSGD, Optimizer
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import rules_of
@@ -136,7 +136,7 @@ def test_a_silos_own_network_starts_from_the_shared_weights_or_from_its_own(spid
 def test_the_pull_adds_its_gradient_with_literal_numbers() -> None:
     parameter = nn.Parameter(torch.tensor([3.0, 1.0]))
     pull = pull_towards(0.2, {"w": torch.tensor([1.0, 2.0])})
-    optimizer = SGD(LocalSGD(epochs=1, batch_size=1, lr=0.5), {"w": parameter}, pull)
+    optimizer = Optimizer(LocalSGD(epochs=1, batch_size=1, lr=0.5), {"w": parameter}, pull)
     parameter.grad = torch.tensor([1.0, 0.0])
     optimizer.step()
     # 3 - .5 (1 + .2 (3 - 1)) and 1 - .5 (0 + .2 (1 - 2))

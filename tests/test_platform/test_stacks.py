@@ -182,12 +182,25 @@ def assert_close(one: Done, other: Done) -> None:
             assert (a.loss_norm, b.loss_norm) == (None, None) or b.loss_norm == pytest.approx(a.loss_norm, rel=1e-4)
 
 
+def second(assignments: list[Assignment]) -> None:
+    """Client k has made k steps of its classifier in an earlier round."""
+    name = "classifier.weight"
+    for k, assignment in enumerate(assignments):
+        state = {f"rule/counters/optimizer/steps/{name}": torch.tensor(float(k))}
+        state |= {f"rule/optimizer/{slot}/{name}": torch.full((10, 64), 0.01 * k) for slot in ("mean", "square")}
+        assignments[k] = replace(assignment, state=state)
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9, "weight_decay": 0.01},
     "clipped": {"clip_norm": 0.5, "momentum": 0.5, "loss_norms": True},
     "fedprox": {"local_rule": "fedprox", "options": {"mu": 0.3}},
     "balanced": {"balanced": True},
     "feddyn": {"local_rule": "feddyn", "server": "feddyn", "options": {"alpha": 0.3}},
+    # The large eps keeps rounding errors of gradients near 0 from becoming whole steps.
+    "adam": {"optimizer": "adam", "lr": 0.01, "local_warmup_steps": 3, "options": {"eps": 0.01}},
+    "kept": {"optimizer": "adamw", "lr": 0.01, "optimizer_state": "kept", "options": {"eps": 0.01}, "change": second},
+    "cosine": {"momentum": 0.9, "local_cosine_to": 0.1},
 }
 
 
@@ -198,6 +211,8 @@ def test_clients_of_unequal_sizes_train_as_if_alone(round_of: Any, stack: str, s
     alone, together_ = round_of("groups", "off", **train), round_of("groups", stack, **train)
     assert (alone.stacked, together_.stacked) == (0, 6)
     assert_close(alone, together_)
+    for one, other in zip(alone.result.client_results, together_.result.client_results, strict=True):
+        torch.testing.assert_close(other.state, one.state, rtol=1e-4, atol=1e-6)
 
 
 def test_batch_norms_train_as_if_alone_and_are_stacked_by_size(round_of: Any) -> None:

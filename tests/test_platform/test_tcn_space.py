@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, train_locally
+from fedloom.platform.clients.training import LocalSGD, Optimizer, train_locally
 from fedloom.platform.clients.worker import own_randomness
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import supernet_shapes
@@ -210,7 +210,7 @@ def trained(seed: int, disturb: Callable[[], object], dropout: float = 0.5) -> T
     generator = torch_stream(seed, "batches")
     disturb()
     with own_randomness(generator, CPU):
-        sgd = SGD(LOCAL, dict(module.named_parameters()))
+        sgd = Optimizer(LOCAL, dict(module.named_parameters()))
         train_locally(module, sgd, data, LOCAL, generator, objective=Objective())
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.local_rules import one_by_one
 from fedloom.platform.clients.objectives import Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, Trained, batch_indices, epoch_sizes, train_locally
+from fedloom.platform.clients.training import LocalSGD, Optimizer, Trained, batch_indices, epoch_sizes, train_locally
 from fedloom.platform.data.augment import NO_AUGMENTATION
 from fedloom.platform.federation.training_config import (
     TrainingConfig,
@@ -71,7 +71,7 @@ def by_hand(net: nn.Module, local: LocalSGD) -> tuple[int, list[Tensor]]:
 
 def trained_by(net: nn.Module, local: LocalSGD) -> Trained:
     """The network's parameters after local training on the ten samples."""
-    sgd = SGD(local, dict(net.named_parameters()))
+    sgd = Optimizer(local, dict(net.named_parameters()))
     return train_locally(net, sgd, (X, Y), local, torch_stream(3, "batches"), objective=Objective())
 
 
@@ -123,7 +123,7 @@ def test_a_correction_is_part_of_the_gradient_that_is_clipped() -> None:
         seen.append((name, gradient.tolist()))
         gradient.add_(torch.tensor([2.0, 4.0]) - parameter)
 
-    sgd = SGD(local, {"w": weight}, one_by_one(correct))
+    sgd = Optimizer(local, {"w": weight}, one_by_one(correct))
     weight.backward(torch.tensor([1.0, 0.0]))
     sgd.step()
     # (1, 0) + (2, 4) is (3, 4), of the norm 5: clipped to (0.6, 0.8).
@@ -148,7 +148,7 @@ def test_what_a_path_does_not_touch_stays_bit_for_bit() -> None:
         y: Tensor = nets[calls - 1](x)
         return y
 
-    sgd = SGD(local, dict(nets.named_parameters()))
+    sgd = Optimizer(local, dict(nets.named_parameters()))
     train_locally(forward, sgd, (X, Y), local, torch_stream(3, "batches"), objective=Objective())
     assert calls == 2
     assert all(torch.equal(p, q) for p, q in zip(nets[2].parameters(), untouched, strict=True))
@@ -164,7 +164,7 @@ def test_what_momentum_does_to_an_operator_that_a_step_leaves_out(idle_momentum:
     They move on:  a: v 1, .5, .25 + 1.5 = 1.75; x -.25 - .125 - .4375.  b: v -, 2, 1;  x -.5 - .25
     """
     a, b = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-    sgd = SGD(LocalSGD(1, 1, lr=0.25, momentum=0.5, idle_momentum=idle_momentum), {"a": a, "b": b})
+    sgd = Optimizer(LocalSGD(1, 1, lr=0.25, momentum=0.5, idle_momentum=idle_momentum), {"a": a, "b": b})
     for loss in (a * 1.0, b * 2.0, a * 1.5):
         loss.backward()
         sgd.step()
@@ -207,7 +207,7 @@ def test_a_client_trains_on_the_balanced_batches() -> None:
 
     layer, labels = nn.Linear(1, 3), torch.tensor([0] * 97 + [1, 1, 2])
     x, local = torch.arange(100.0).view(100, 1), LocalSGD(60, 25, 0.0, balanced=True)
-    train_locally(forward, SGD(local, {}), (x, labels), local, torch_stream(4, "batches"), objective=Objective())
+    train_locally(forward, Optimizer(local, {}), (x, labels), local, torch_stream(4, "batches"), objective=Objective())
     shares = torch.bincount(labels[torch.cat(seen)], minlength=3) / 6000
     assert (shares - 1 / 3).abs().max() < 0.03
     endless = endless_batches((x, labels), local, torch_stream(4, "batches"))
@@ -228,7 +228,7 @@ def test_augmentation_changes_the_batches_and_is_seeded() -> None:
             return out
 
         local = LocalSGD(epochs=1, batch_size=6, lr=0.0, augment=augment)
-        sgd = SGD(local, dict(layer.named_parameters()))
+        sgd = Optimizer(local, dict(layer.named_parameters()))
         train_locally(forward, sgd, (x, y), local, torch_stream(3, "batches"), objective=Objective())
         return batches
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.objectives import IGNORED, Objective
-from fedloom.platform.clients.training import SGD, LocalSGD, batch_indices, batch_sizes, train_locally
+from fedloom.platform.clients.training import LocalSGD, Optimizer, batch_indices, batch_sizes, train_locally
 from fedloom.platform.federation.training_config import TrainingConfig, learning_rate
 from fedloom.platform.seeding import torch_stream
 
@@ -50,7 +50,7 @@ def test_an_image_has_one_target() -> None:
 def test_training_reports_the_mean_over_positions_that_count() -> None:
     bias = nn.Parameter(torch.zeros(3, 1))
     local = LocalSGD(epochs=1, batch_size=1, lr=0.0)
-    sgd, generator = SGD(local, {"bias": bias}), torch_stream(1, "batches")
+    sgd, generator = Optimizer(local, {"bias": bias}), torch_stream(1, "batches")
     trained = train_locally(lambda x: logits_of(x) + bias, sgd, (X, Y), local, generator, objective=Objective())
     # Three positions of the first text, one of the second: not the mean of the two texts' means.
     assert trained.loss == pytest.approx((3 * math.log(6 / 4) + math.log(6)) / 4)
@@ -61,7 +61,7 @@ def test_training_reports_the_mean_over_positions_that_count() -> None:
 def test_padding_has_no_gradient() -> None:
     table = nn.Parameter(torch.zeros(2, 3, 4))
     local = LocalSGD(epochs=1, batch_size=2, lr=1.0)
-    sgd, generator = SGD(local, {"table": table}), torch_stream(1, "batches")
+    sgd, generator = Optimizer(local, {"table": table}), torch_stream(1, "batches")
     train_locally(lambda _x: table, sgd, (X, Y), local, generator, objective=Objective())
     assert bool((table != 0).any(dim=1).sum() == 4)
 
@@ -82,7 +82,7 @@ def test_passes_add_up_their_gradients(clip_norm: float) -> None:
         calls.append(len(x_B))
         return x_B @ weights[len(calls) % 2]
 
-    sgd, generator = SGD(local, dict(zip("ab", weights, strict=True))), torch_stream(3, "batches")
+    sgd, generator = Optimizer(local, dict(zip("ab", weights, strict=True))), torch_stream(3, "batches")
     trained = train_locally(forward, sgd, (x, y), local, generator, objective=Objective(), passes=3)
 
     slow, call, losses = [w.double().requires_grad_() for w in start], 0, []

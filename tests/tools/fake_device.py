@@ -297,21 +297,21 @@ class FakeDevice:
 @contextmanager
 def _marked_steps(counting: _Counting, steps: list[Counts]) -> Iterator[None]:
     """Writes down what was counted between two steps of one optimiser."""
-    last: dict[training.SGD, Counts] = {}  # a method may step two in turn, such as a router's and its modules'
-    step = training.SGD.step
+    last: dict[training.Optimizer, Counts] = {}  # a method may step two in turn, such as a router's and its modules'
+    step = training.Optimizer.step
 
-    def marked(self: training.SGD) -> None:
+    def marked(self: training.Optimizer) -> None:
         step(self)
         now = counting.counts.copy()
         if self in last:
             steps.append(now.minus(last[self]))
         last[self] = now
 
-    training.SGD.step = marked  # type: ignore[method-assign]
+    training.Optimizer.step = marked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        training.SGD.step = step  # type: ignore[method-assign]
+        training.Optimizer.step = step  # type: ignore[method-assign]
 
 
 @contextmanager
