@@ -93,6 +93,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     "modular": ("resnet18_modular", "resnet18_modular_small"),
     "width": ("width", "cnn_width", "resnet_width", "lstm_width"),
     "depth": ("cnn_depth", "resnet_depth"),
+    "transformer": ("vit_elastic", "gpt_elastic", "vit_width", "gpt_width", "vit_depth", "gpt_depth"),
 }
 
 SPACES: Registry[SpaceBuilder] = Registry(
