@@ -306,6 +306,11 @@ class ElasticTransformerDesign(TransformerDesign):
 class TransformerWidthDesign(TransformerDesign, WidthDesign):
     """Subnets keep a share of the channels, of the heads, whose size stays, and of the hidden channels."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scaler:
+            raise ValueError(f"space.scaler=true: {self.name} has no scaler, as layer norms undo it; leave it out")
+
     def build(self) -> nn.Module:
         return ElasticNetwork(self.build_stem(), self.build_stages(), self.build_head())
 

@@ -95,7 +95,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "resnet_depth": {**IMAGES, "stem_channels": 4},
     "vit_elastic": {**VIT, "head_shares": [0.5, 1.0], "expansions": [0.5, 1.0]},
     "gpt_elastic": {**GPT, "head_shares": [0.5, 1.0], "expansions": [0.5, 1.0]},
-    "vit_width": {**VIT, "widths": [0.5, 1.0], "scaler": True},
+    "vit_width": {**VIT, "widths": [0.5, 1.0]},
     "gpt_width": {**GPT, "widths": [0.5, 1.0]},
     "vit_depth": VIT,
     "gpt_depth": GPT,

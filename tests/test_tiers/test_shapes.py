@@ -117,7 +117,7 @@ def test_outside_the_meta_device_nothing_changes() -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("experiment", ["fedoras_digits", "superfednas_digits", "spider_digits"])
+@pytest.mark.parametrize("experiment", ["fedoras_digits", "superfednas_vit_digits", "spider_digits"])
 def test_a_run_is_prepared_and_begun_without_the_compiler(experiment: str) -> None:
     code = """
 import sys
