@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 _aten = torch.ops.aten
 
 
-def _same(x: Tensor, *_: Any) -> Tensor:
+def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -41,6 +41,10 @@ def _linear(_bias: Tensor, x: Tensor, weight: Tensor, **_: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
+def _bmm(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:2], y.shape[2]))
+
+
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     stride, padding, dilation, transposed = options[:4]
     if transposed:
@@ -67,7 +71,7 @@ def _zeros(x: Tensor, dtype: torch.dtype | None = None, device: Any = None, **_:
     return torch.zeros(x.shape, dtype=dtype or x.dtype, device=device or x.device)
 
 
-def _batch_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     none = x.new_empty(0)
     return x.new_empty(x.shape), none, none
 
@@ -77,23 +81,33 @@ def _group_norm(x: Tensor, _w: Any, _b: Any, n: int, _c: int, _size: int, groups
     return x.new_empty(x.shape), statistics, statistics
 
 
-_ELEMENTWISE = ("relu", "sigmoid", "tanh", "silu", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu")
+def _where(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(np.broadcast_shapes(mask.shape, x.shape, y.shape), dtype=torch.result_type(x, y))
+
+
+_ELEMENTWISE = ("relu", "sigmoid", "tanh", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu")
 
 SHAPES: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((getattr(_aten, name).default for name in _ELEMENTWISE), _same),
     **dict.fromkeys((getattr(_aten, f"{name}_").default for name in _ELEMENTWISE), _in_place),
+    _aten._safe_softmax.default: _same,
     _aten.add.Tensor: _broadcast,
     _aten.mul.Tensor: _broadcast,
+    _aten.mul.Scalar: _broadcast,
+    _aten.tril.default: _same,
+    _aten.where.self: _where,
     _aten.add_.Tensor: _in_place,
     _aten.mul_.Tensor: _in_place,
     _aten.cat.default: _joined,
     _aten.mean.dim: _mean,
     _aten.addmm.default: _linear,
+    _aten.bmm.default: _bmm,
     _aten.convolution.default: _convolution,
     _aten.avg_pool2d.default: _pooled,
     _aten.zeros_like.default: _zeros,
-    _aten.native_batch_norm.default: _batch_norm,
+    _aten.native_batch_norm.default: _norm,
     _aten.native_group_norm.default: _group_norm,
+    _aten.native_layer_norm.default: _norm,
 }
 """Common operators whose shapes torch finds in Python, for which it loads its compiler: that takes as long as torch.
 
@@ -122,7 +136,9 @@ class ShapesOnly(TorchDispatchMode):
         named = kwargs or {}
         x = args[0] if args else None
         first = x[0] if isinstance(x, list | tuple) and x else x
-        is_plain = isinstance(first, Tensor) and first.is_meta and first.is_floating_point()
+        is_plain = (
+            isinstance(first, Tensor) and first.is_meta and (first.is_floating_point() or first.dtype == torch.bool)
+        )
         shapes_of = SHAPES.get(func, func) if is_plain else func
         out = shapes_of(*args, **named)
         count = flop_registry.get(func._overloadpacket)

@@ -6,9 +6,11 @@ ensemble does. An exit is a global average and a linear layer; those of the auth
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +37,39 @@ class DepthNetwork(nn.Module):
         return torch.stack(logits).mean(dim=0)
 
 
+class DepthDesign(Protocol):
+    """The parts of a network with exits."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def input_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def input_dtype(self) -> torch.dtype: ...
+
+    @property
+    def num_exits(self) -> int:
+        """The number of blocks, each of which has an exit."""
+        ...
+
+    def build_blocks(self) -> list[nn.Module]:
+        """All blocks in order; the first one takes the inputs."""
+        ...
+
+    def build_exits(self) -> list[nn.Module]:
+        """Each block's exit, from the block's output to logits."""
+        ...
+
+
 class DepthSpace(SlicedSpace):
     """One decision: the number of blocks."""
 
-    def __init__(self, design: CnnDepthDesign | ResnetDepthDesign) -> None:
+    def __init__(self, design: DepthDesign) -> None:
         self.design, self.name = design, design.name
-        self.input_shape = tuple(design.input_shape)
-        self.options = (len(design.block_channels),)
+        self.input_shape, self.input_dtype = tuple(design.input_shape), design.input_dtype
+        self.options = (design.num_exits,)
 
     def num_exits(self, architecture: Architecture) -> int:
         """The number of blocks, each of which has an exit."""
@@ -53,18 +81,34 @@ class DepthSpace(SlicedSpace):
 
     def _network(self, architecture: Architecture) -> nn.Module:
         blocks = self.num_exits(architecture)
-        exits = [
-            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, self.design.num_classes))
-            for c in self.design.block_channels[:blocks]
-        ]
-        return DepthNetwork(self.design.build_blocks()[:blocks], exits)
+        return DepthNetwork(self.design.build_blocks()[:blocks], self.design.build_exits()[:blocks])
 
 
 # -- networks ---------------------------------------------------------------------------------------------------------
 
 
+class PooledExits(ABC):
+    """Images whose exits are a global average and a linear layer."""
+
+    num_classes: int
+    input_dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    @abstractmethod
+    def block_channels(self) -> tuple[int, ...]:
+        """The channels that each block ends with."""
+
+    @property
+    def num_exits(self) -> int:
+        return len(self.block_channels)
+
+    def build_exits(self) -> list[nn.Module]:
+        channels, classes = self.block_channels, self.num_classes
+        return [nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, classes)) for c in channels]
+
+
 @dataclass(frozen=True)
-class CnnDepthDesign:
+class CnnDepthDesign(PooledExits):
     """A plain convolutional network with exits: blocks of 3x3 convolutions, each with norm and ReLU.
 
     `stage_widths`, `stage_layers` and `stage_strides` are each block's channels, convolutions, and the first
@@ -99,7 +143,6 @@ class CnnDepthDesign:
 
     @property
     def block_channels(self) -> tuple[int, ...]:
-        """The channels that each block ends with."""
         return self.stage_widths
 
     def build_blocks(self) -> list[nn.Module]:
@@ -116,7 +159,7 @@ class CnnDepthDesign:
 
 
 @dataclass(frozen=True)
-class ResnetDepthDesign(Resnet18Size):
+class ResnetDepthDesign(PooledExits, Resnet18Size):
     """ResNet-18 for small images with an exit after each of its four stages, as in DepthFL, Sec. 4.
 
     The exits are linear layers on averaged channels; the authors' have attention and separable convolutions besides.

@@ -23,7 +23,7 @@ from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, archit
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import shapes_only
 
-_DEPTHS_AND_EXPANSIONS = re.compile(r"\s*d\s*=\s*([\d\s,]+?)\s+e\s*=\s*([\d\s.,]+?)\s*")
+_DEPTHS_AND_WIDTHS = re.compile(r"\s*d\s*=\s*([\d\s,]+?)((?:\s+[a-z]\s*=\s*[\d\s.,]+?)+)\s*")
 
 
 Contents = tuple[tuple[int, ...], ...]
@@ -48,8 +48,8 @@ class ElasticDesign(Protocol):
         ...
 
     @property
-    def expansions(self) -> tuple[float, ...]:
-        """The expansion of each width index, ascending."""
+    def widths(self) -> Mapping[str, tuple[float, ...]]:
+        """The values of each width index by their names, which labels abbreviate: `{"expansions": (0.5, 1.0)}`."""
         ...
 
     @property
@@ -154,23 +154,26 @@ class ElasticSpace(SlicedSpace):
         """Parses a subnet.
 
         `smallest`, `largest`, options such as `0-31-154-2`, or extra depths and expansions such as `d=1,0,2,1 e=.14`
-        (one expansion for all blocks, or one per kept block in order).
+        (one width for all blocks, or one per kept block in order).
         Raises ValueError naming the field that is outside the space.
         """
-        if match := _DEPTHS_AND_EXPANSIONS.fullmatch(text):
+        if match := _DEPTHS_AND_WIDTHS.fullmatch(text):
             try:
-                depths, expansions = [int(d) for d in match[1].split(",")], [float(e) for e in match[2].split(",")]
+                depths = [int(d) for d in match[1].split(",")]
+                fields = [part.split("=") for part in re.split(r"\s+(?=[a-z])", match[2].strip())]
+                widths = {letter.strip(): [float(v) for v in values.split(",")] for letter, values in fields}
             except ValueError:
                 pass  # neither are they options, as is said below
             else:
-                return self._of_depths(text, depths, expansions)
+                if [*widths] == [name[0] for name in self.design.widths] and len(fields) == len(widths):
+                    return self._of_depths(text, depths, widths)
         return super().parse(text)
 
     def _examples(self) -> str:
         options, depths = architecture_id(self.largest), self.label(self.smallest)
         return f"options such as {options}, or depths and expansions such as {depths!r}"
 
-    def _of_depths(self, text: str, depths: list[int], expansions: list[float]) -> Architecture:
+    def _of_depths(self, text: str, depths: list[int], widths: Mapping[str, list[float]]) -> Architecture:
         stages = self.genome.stages
         if len(depths) != len(stages):
             raise ValueError(
@@ -181,37 +184,40 @@ class ElasticSpace(SlicedSpace):
             if not 0 <= depth <= extra:
                 raise ValueError(f"{text!r}: depth {depth} of stage {number}: allowed are 0 to {extra}")
         blocks = [stage.fewest + depth for stage, depth in zip(stages, depths, strict=True)]
-        if len(expansions) not in (1, sum(blocks)):
-            raise ValueError(
-                f"{text!r}: {len(expansions)} expansions for {sum(blocks)} kept blocks: give one, or one each"
-            )
-        indices = []
-        for expansion in (expansions * sum(blocks))[: sum(blocks)]:
-            # A label has six digits.
-            near = [i for i, e in enumerate(self.design.expansions) if math.isclose(e, expansion, rel_tol=1e-5)]
+        chosen = [self._nearest(text, name, widths[name[0]], sum(blocks)) for name in self.design.widths]
+        index_of = {values: i for i, values in enumerate(zip(*self.design.widths.values(), strict=True))}
+        indices = iter([index_of[values] for values in zip(*chosen, strict=True)])
+        return self.of_contents(tuple(tuple(next(indices) for _ in range(n)) for n in blocks))
+
+    def _nearest(self, text: str, name: str, given: list[float], blocks: int) -> list[float]:
+        """The design's own value of each block, of which a label has six digits."""
+        if len(given) not in (1, blocks):
+            raise ValueError(f"{text!r}: {len(given)} {name} for {blocks} kept blocks: give one, or one each")
+        known, nearest = sorted(set(self.design.widths[name])), []
+        for value in (given * blocks)[:blocks]:
+            near = [each for each in known if math.isclose(each, value, rel_tol=1e-5)]
             if not near:
-                allowed = ", ".join(f"{e:g}" for e in self.design.expansions)
-                raise ValueError(f"{text!r}: expansion {expansion:g}: allowed are {allowed}")
-            indices.append(near[0])
-        widths = iter(indices)
-        return self.of_contents(tuple(tuple(next(widths) for _ in range(n)) for n in blocks))
+                allowed = ", ".join(f"{each:g}" for each in known)
+                raise ValueError(f"{text!r}: {name.removesuffix('s')} {value:g}: allowed are {allowed}")
+            nearest.append(near[0])
+        return nearest
 
     def label(self, architecture: Architecture) -> str:
-        """A subnet's readable name: extra depth per stage, and the expansions of the blocks."""
+        """A subnet's readable name: extra depth per stage, and the widths of the blocks."""
         contents = self.contents(architecture)
         depths = ",".join(str(len(c) - s.fewest) for c, s in zip(contents, self.genome.stages, strict=True))
-        widths = [self.design.expansions[w] for c in contents for w in c]
-        shown = sorted(set(widths)) if len(set(widths)) == 1 else widths
-        return f"d={depths} e={','.join(f'{w:g}' for w in shown)}"
+        texts = [f"d={depths}"]
+        for name, values in self.design.widths.items():
+            widths = [values[w] for c in contents for w in c]
+            shown = widths[:1] if len(set(widths)) == 1 else widths
+            texts.append(f"{name[0]}={','.join(f'{w:g}' for w in shown)}")
+        return " ".join(texts)
 
     def meaning(self, architecture: Architecture) -> Mapping[str, Any]:
-        """Blocks per stage, and the expansion of each."""
+        """Blocks per stage, and the widths of each."""
         contents = self.contents(architecture)
-        return {
-            "label": self.label(architecture),
-            "depths": [len(content) for content in contents],
-            "expansions": [[self.design.expansions[w] for w in content] for content in contents],
-        }
+        widths = {n: [[values[w] for w in c] for c in contents] for n, values in self.design.widths.items()}
+        return {"label": self.label(architecture), "depths": [len(content) for content in contents], **widths}
 
     def figures(self) -> Mapping[str, Any]:
         """Parameters and labels of the smallest and the largest subnet, and the size of the supernet."""

@@ -94,6 +94,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     "width": ("width", "cnn_width", "resnet_width", "lstm_width"),
     "depth": ("cnn_depth", "resnet_depth"),
     "module": ("module",),
+    "transformer": ("vit_elastic", "gpt_elastic", "vit_width", "gpt_width", "vit_depth", "gpt_depth"),
 }
 
 SPACES: Registry[SpaceBuilder] = Registry(

@@ -1,6 +1,6 @@
 """Residual networks: the elastic ones of SuperFedNAS (once-for-all's ResNet for 32x32 images), and fixed ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -99,6 +99,11 @@ class ResnetDesign:
         """Channels of the stem and of each stage's output."""
         scaled = [c * self.width_multiplier for c in (self.stem_channels, *self.stage_widths)]
         return tuple(in_eights(c) for c in scaled)
+
+    @property
+    def widths(self) -> Mapping[str, tuple[float, ...]]:
+        """The expansion of each width index."""
+        return {"expansions": self.expansions}
 
     def mid_channels(self, stage: int, width: int) -> int:
         """Inner channels of a block."""

@@ -19,7 +19,7 @@ class SpaceConfig:
 
     The designs document the values (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `RnnDesign`, `DartsDesign`,
     `Resnet18Design`, `DartsV2Design`, `ModularDesign`, `CnnWidthDesign`, `ResnetWidthDesign`, `LstmWidthDesign`,
-    `CnnDepthDesign`, `ResnetDepthDesign`); a value that a space does not have is an error.
+    `CnnDepthDesign`, `ResnetDepthDesign`, `TransformerDesign`); a value that a space does not have is an error.
     """
 
     name: Annotated[str, ComponentName("space"), "the search space"] = "cnn_digits"
@@ -49,8 +49,16 @@ class SpaceConfig:
     initialisation: Annotated[str | None, NOT_EMPTY, "resnet: convolutions start as torch's or he's"] = None
     bias: Annotated[bool | None, "resnet: whether convolutions have biases"] = None
     channels: Annotated[int | None, CHANNELS, "channels of the first cells or blocks"] = None
-    embedding_size: Annotated[int | None, CHANNELS, "size of a token's embedding"] = None
+    embedding_size: Annotated[int | None, CHANNELS, "size of a token's or patch's embedding"] = None
     blocks: Annotated[list[Annotated[int, UP_TO_A_THOUSAND]] | None, "blocks per stage"] = None
+    patch_size: Annotated[int | None, UP_TO_A_THOUSAND, "vit: side of a patch in pixels"] = None
+    attention_heads: Annotated[int | None, UP_TO_A_THOUSAND, "vit, gpt: heads of a block"] = None
+    mlp_ratio: Annotated[
+        float | None, Interval(gt=0, le=1000), "vit, gpt: hidden channels of a block, as a multiple of embedding_size"
+    ] = None
+    head_shares: Annotated[
+        list[Annotated[float, SHARE]] | None, "vit_elastic, gpt_elastic: shares of the heads, ascending to 1.0"
+    ] = None
     kernel_size: Annotated[int | None, UP_TO_A_THOUSAND, "kernel size of the temporal convolutions"] = None
     dropout: Annotated[float | None, Interval(ge=0, lt=1), "dropout probability"] = None
     embedding_dropout: Annotated[

@@ -61,6 +61,11 @@ class TcnDesign:
         """One stage: the number of temporal blocks and the width of each."""
         return ElasticGenome((ElasticStage(self.blocks[0], self.blocks[1], len(self.expansions)),))
 
+    @property
+    def widths(self) -> Mapping[str, tuple[float, ...]]:
+        """The expansion of each width index."""
+        return {"expansions": self.expansions}
+
     def mid_channels(self, width: int) -> int:
         """Output channels of a block's first convolution."""
         return max(1, round(self.channels * self.expansions[width]))

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -224,7 +224,11 @@ class WidthDesign(ABC):
     num_classes: int
     widths: tuple[float, ...] = WIDTHS
     scaler: bool = False
-    input_dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Floats for images, int64 for tokens."""
+        return torch.float32
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -390,13 +394,16 @@ class LstmWidthDesign(WidthDesign):
     embedding_size: int = 8
     channels: int = 256
     cells: int = 2
-    input_dtype: ClassVar[torch.dtype] = torch.int64
 
     def __post_init__(self) -> None:
         if self.scaler:
             raise ValueError(
                 f"space.scaler=true: {self.name} has no scaler, as its cells' gates saturate; leave it out"
             )
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return torch.int64
 
     def build(self) -> nn.Module:
         return LstmNetwork(self.num_classes, self.embedding_size, self.channels, self.cells)

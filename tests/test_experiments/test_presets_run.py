@@ -12,7 +12,7 @@ from fedloom.platform.methods.target_search import targets_of
 from fedloom.platform.runs.run import planned_stages
 from fedloom.platform.spaces.registry import build_space
 
-IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "ifedavg"))]
+IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "superfednas_vit_c", "ifedavg"))]
 SILO_METHODS = ("spider", "local", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas")
 SILOS = [n for n in experiments() if n.startswith(SILO_METHODS) and not n.endswith(("digits", "networks"))]
 MADE_UP = ["data.dataset=synthetic", "data.train_samples=4000", "data.test_samples=100", "tiers.paths=1000"]

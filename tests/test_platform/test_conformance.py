@@ -63,6 +63,9 @@ CNN = {**IMAGES, "stem_channels": 4, "stage_layers": [1, 2], "stage_strides": [2
 STAGES = {"stem_channels": 8, "stage_widths": [8, 16], "stage_strides": [1, 2], "depths": [1, 1]}
 ELASTIC = {**IMAGES, **STAGES, "expansions": [0.5, 1.0]}
 CELLS = {**IMAGES, "channels": 4, "cells": 3, "nodes": 1}
+FORMER: Mapping[str, Any] = {"embedding_size": 6, "attention_heads": 3, "mlp_ratio": 2.0, "blocks": [1, 2]}
+VIT = {**FORMER, **IMAGES, "patch_size": 4}
+GPT = {**FORMER, "input_shape": [6], "num_classes": 9}
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "cnn_cifar": CNN,
     "cnn_cifar_wide": CNN,
@@ -90,6 +93,12 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "lstm_width": {"input_shape": [7], "num_classes": 5, "channels": 6, "embedding_size": 4, "widths": [0.5, 1.0]},
     "cnn_depth": {**IMAGES, "stage_widths": [4, 6], "stage_layers": [1, 2], "stage_strides": [1, 2]},
     "resnet_depth": {**IMAGES, "stem_channels": 4},
+    "vit_elastic": {**VIT, "head_shares": [0.5, 1.0], "expansions": [0.5, 1.0]},
+    "gpt_elastic": {**GPT, "head_shares": [0.5, 1.0], "expansions": [0.5, 1.0]},
+    "vit_width": {**VIT, "widths": [0.5, 1.0]},
+    "gpt_width": {**GPT, "widths": [0.5, 1.0]},
+    "vit_depth": VIT,
+    "gpt_depth": GPT,
     "rnn_shakespeare": {"input_shape": [6], "num_classes": 9, "channels": 8, "embedding_size": 4},
     "width": {**IMAGES, "widths": [0.5, 1.0], "options": {"network": f"{__name__}:perceptron"}},
 }

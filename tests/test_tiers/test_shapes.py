@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedloom.tiers.measure import macs_of
-from fedloom.tiers.shapes import SHAPES, ShapesOnly
+from fedloom.tiers.shapes import _ELEMENTWISE, SHAPES, ShapesOnly
 
 aten = torch.ops.aten
 SIZES = st.integers(1, 4)
@@ -40,7 +40,8 @@ def test_shapes_are_those_of_torch(shape: list[int], data: st.DataObject) -> Non
     for func in (aten.add.Tensor, aten.mul.Tensor):
         alike(func, x, y)
         alike(func, x, 2.0)
-    for name in ("relu", "sigmoid", "tanh", "silu", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu"):
+    alike(aten.mul.Scalar, x, 2.0)
+    for name in _ELEMENTWISE:
         alike(getattr(aten, name).default, x)
         alike(getattr(aten, f"{name}_").default, x)
     joined = data.draw(st.integers(-len(shape), len(shape) - 1))
@@ -55,7 +56,13 @@ def test_layers_have_the_shapes_of_torch() -> None:
     weight = meta(4)
     alike(aten.native_batch_norm.default, meta(2, 4, 3, 3), weight, weight, weight, weight, False, 0.1, 1e-5)
     alike(aten.native_group_norm.default, meta(2, 4, 3, 3), weight, weight, 2, 4, 9, 2, 1e-5)
+    alike(aten.native_layer_norm.default, meta(2, 3, 4), [4], weight, weight, 1e-5)
     alike(aten.addmm.default, meta(5), meta(2, 3), meta(3, 5))
+    alike(aten.bmm.default, meta(6, 2, 3), meta(6, 3, 5))
+    mask = meta(3, 3, dtype=torch.bool)
+    alike(aten.tril.default, mask)
+    alike(aten.where.self, mask, meta(), meta(2, 1, 3, dtype=torch.float64))
+    alike(aten._safe_softmax.default, meta(2, 3, 3), -1)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +117,7 @@ def test_outside_the_meta_device_nothing_changes() -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("experiment", ["fedoras_digits", "superfednas_digits", "spider_digits"])
+@pytest.mark.parametrize("experiment", ["fedoras_digits", "superfednas_vit_digits", "spider_digits"])
 def test_a_run_is_prepared_and_begun_without_the_compiler(experiment: str) -> None:
     code = """
 import sys
