@@ -395,10 +395,10 @@ def check(config: DataConfig) -> None:
     data_choices(config)
     dataset = config.dataset
     if dataset in [*DATASETS.known] and dataset not in OF_ITS_OWN:
-        lacks = {**dict.fromkeys(BY_LABEL, dataset in TEXTS), "natural": dataset not in WITH_CLIENTS, "iid": False}
-        if lacks[config.partition]:
+        lacks = {*(BY_LABEL if dataset in TEXTS else ()), *(() if dataset in WITH_CLIENTS else ("natural",))}
+        if config.partition in lacks:
             what = "has no class labels to draw by" if config.partition in BY_LABEL else "has no clients of its own"
-            allowed = ", ".join(partition for partition in PARTITIONS if not lacks[partition])
+            allowed = ", ".join(partition for partition in PARTITIONS if partition not in lacks)
             raise ValueError(f"data.partition={config.partition}: {dataset} {what}; must be one of {allowed}")
         if dataset not in TEXTS and config.sequence_length is not None:
             raise ValueError(f"data.sequence_length={config.sequence_length}: {dataset} holds images; leave it out")
