@@ -241,9 +241,10 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
         fields["alpha"] = float(config.alpha)
     if config.partition == "shards":
         fields["shards_per_client"] = config.shards_per_client
-    # Left out if unused, so that the hashes of partitions from before this option stay valid.
-    if config.test_share is not None:
-        fields["test_share"] = float(config.test_share)
+    # Left out if unused, so that the hashes of partitions from before these options stay valid.
+    for key in ("test_share", "noise", "rotation"):
+        if (value := getattr(config, key)) is not None:
+            fields[key] = float(value)
     return fields
 
 
@@ -326,6 +327,15 @@ def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyAr
         arrays[split] = np.concatenate(pieces)
         arrays[f"{split}_offsets"] = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return arrays
+
+
+def clients_of_rows(config: DataConfig, arrays: dict[str, AnyArray], part: str, num_samples: int) -> IntArray:
+    """The client that has each sample of a part of the data set (num_samples,), of the arrays of `allocate`; or -1."""
+    clients = np.full(num_samples, -1, dtype=np.int64)
+    in_train = SPLITS[:2] if config.test_share is None else SPLITS
+    for split in in_train if part == "train" else SPLITS[len(in_train) :]:
+        clients[arrays[split]] = np.repeat(np.arange(config.num_clients), np.diff(arrays[f"{split}_offsets"]))
+    return clients
 
 
 def set_aside(

@@ -55,6 +55,17 @@ class DataConfig:
         "skewed (0.1), large nearly uniform (1000)",
     ] = 1.0
     shards_per_client: Annotated[int, ONE_OR_MORE, "shards: how many every client has"] = 2
+    noise: Annotated[
+        float | None,
+        POSITIVE,
+        "feature skew: variance of Gaussian noise in the last client's inputs; the i-th of N clients has i/N of it. "
+        "Pixels are from 0 to 1, other inputs in their deviations",
+    ] = None
+    rotation: Annotated[
+        float | None,
+        Interval(gt=0, le=180),
+        "feature skew: degrees by which a client's images are turned at most, uniformly drawn to either side",
+    ] = None
     validation_share: Annotated[
         float, Interval(ge=0, lt=1), "share of every client's training samples used for validation"
     ] = 0.1
