@@ -33,7 +33,7 @@ def test_noise_grows_with_the_client() -> None:
 
 @pytest.mark.parametrize("test_share", [None, 0.2])
 def test_every_client_has_its_noise_in_all_of_its_samples(tmp_path: Path, test_share: float | None) -> None:
-    options = {"validation_share": 0.2, "test_share": test_share}
+    options: dict[str, Any] = {"validation_share": 0.2, "test_share": test_share}
     plain, noisy = opened(tmp_path, **options), opened(tmp_path, noise=0.04, **options)
     with plain.reading_test(), noisy.reading_test():
         for client in range(8):
