@@ -49,7 +49,7 @@ def test_what_a_data_set_allows_passes(dataset: str, partition: str) -> None:
         ),
         (
             {"dataset": "shakespeare", "partition": "dirichlet_classes"},
-            "data.partition=dirichlet_classes: shakespeare has no class labels to draw by; must be one of quantity, iid",
+            "data.partition=dirichlet_classes: shakespeare has no class labels to draw by; must be one of quantity",
         ),
         ({"dataset": "ptb"}, "data.partition=lda: ptb has no class labels to draw by; must be one of quantity, iid$"),
         (
