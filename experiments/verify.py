@@ -6,6 +6,7 @@ from functools import partial
 from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.feature_skew import original_of
 from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
 from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
@@ -125,9 +126,12 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     except ValueError as error:  # the originals, or the code that reads them, are elsewhere
         unchecked.append(f"its data was not compared: {error}")
         return changed
-    if prepared is None and (not folder.is_dir() or "dataset_hash" not in recorded):
+    # With feature skew the run began with a copy of the data set, which names its original.
+    is_skewed = (data.noise, data.rotation) != (None, None)
+    original = original_of(prepared) if is_skewed and prepared is not None else recorded.get("dataset_hash")
+    if prepared is None and (is_skewed or not folder.is_dir() or "dataset_hash" not in recorded):
         unchecked.append("its data was not compared, as it is not prepared on this machine")
-    elif folder != prepared and (not folder.is_dir() or Dataset.open(folder).hash != recorded.get("dataset_hash")):
+    elif folder != prepared and (not folder.is_dir() or Dataset.open(folder).hash != original):
         changed.append(other_data(paths, data.dataset))
     return changed
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.data.dataset import VALIDATION, Dataset
+from fedloom.platform.data.feature_skew import skewed_dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
@@ -73,10 +74,11 @@ def prepare(overrides: Sequence[str]) -> dict[str, Any]:
     `dataset=NAME` is short for `data.dataset=NAME`.
     """
     config = compose_config([f"data.{o}" if o.startswith("dataset=") else o for o in overrides])
-    path = prepare_dataset(config.data, verify=True)
-    dataset = Dataset.open(path)
-    partition = prepare_partition(config.data, dataset, config.seed_for("partition"))
-    data = FederatedData.open(path, partition)
+    seed = config.seed_for("partition")
+    dataset = skewed_dataset(config.data, Dataset.open(prepare_dataset(config.data, verify=True)), seed)
+    dataset.verify()
+    partition = prepare_partition(config.data, dataset, seed)
+    data = FederatedData.open(dataset.path, partition)
     published: dict[str, str] = {}
     if config.data.dataset in PUBLISHED:
         is_part = None not in (config.data.train_samples, config.data.test_samples)
@@ -85,7 +87,7 @@ def prepare(overrides: Sequence[str]) -> dict[str, Any]:
     sizes = {split: data.sizes(split) for split in ("train", "validation")}
     return {
         "dataset": config.data.dataset,
-        "path": str(path),
+        "path": str(dataset.path),
         "hash": dataset.hash,
         "classes": dataset.num_classes,
         "train_samples": dataset.num_samples("train"),

@@ -1,4 +1,4 @@
-"""Allocation of samples to clients: by labels, uniformly, or by the natural clients."""
+"""Allocation of samples to clients: by labels, by sizes, uniformly, or by the natural clients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedloom.platform.data.artefact import AnyArray, Fields, FloatArray, IntArray
-from fedloom.platform.data.config import BY_LABEL, DataConfig
+from fedloom.platform.data.config import BY_LABEL, WITH_ALPHA, DataConfig
 from fedloom.platform.data.dataset import SPLITS, Dataset
 from fedloom.platform.seeding import stream
 
@@ -198,6 +198,33 @@ def _bounds(size: int, shares: FloatArray) -> IntArray:
     return np.concatenate([[0], np.minimum(inner, size), [size]])
 
 
+# -- shards of samples in the order of their labels (McMahan et al. 2017, Sec. 3) -------------------------------------
+
+
+def deal_shards(labels: IntArray, num_clients: int, shards_per_client: int, rng: np.random.Generator) -> list[IntArray]:
+    """Every client's sample indices, ascending: equal shards of the samples sorted by label, dealt at random.
+
+    Sizes of shards differ by at most one sample. Within a class the order is random.
+    """
+    order = rng.permutation(len(labels))
+    shards = np.array_split(order[np.argsort(labels[order], kind="stable")], num_clients * shards_per_client)
+    dealt = rng.permutation(len(shards)).reshape(num_clients, shards_per_client)
+    return [np.sort(np.concatenate([shards[shard] for shard in row])) for row in dealt]
+
+
+# -- quantity skew: sizes from a Dirichlet distribution (Li et al. 2022, Sec. IV-C) -----------------------------------
+
+
+def dirichlet_sizes(alpha: float, samples: int, num_clients: int, rng: np.random.Generator) -> IntArray:
+    """The clients' numbers of samples (num_clients,), in proportions drawn from Dirichlet(alpha).
+
+    Every client gets one sample ahead, as nobody can train on none: the authors' code draws again until everybody has
+    ten, which of many clients nobody sees the end of.
+    """
+    shares = label_distributions(alpha, np.full(num_clients, 1 / num_clients), 1, rng)[0]
+    return 1 + np.diff(_bounds(samples - num_clients, shares))
+
+
 # -- the rules by name ------------------------------------------------------------------------------------------------
 
 
@@ -210,11 +237,14 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
         "validation_share": float(config.validation_share),
         "seed": seed,
     }
-    if config.partition in BY_LABEL:
+    if config.partition in WITH_ALPHA:
         fields["alpha"] = float(config.alpha)
-    # Left out if unused, so that the hashes of partitions from before this option stay valid.
-    if config.test_share is not None:
-        fields["test_share"] = float(config.test_share)
+    if config.partition == "shards":
+        fields["shards_per_client"] = config.shards_per_client
+    # Left out if unused, so that the hashes of partitions from before these options stay valid.
+    for key in ("test_share", "noise", "rotation"):
+        if (value := getattr(config, key)) is not None:
+            fields[key] = float(value)
     return fields
 
 
@@ -243,6 +273,12 @@ def check_enough(config: DataConfig, dataset: Dataset) -> None:
             )
         return
     samples = dataset.num_samples("train")
+    if config.partition == "shards" and config.num_clients <= samples < config.num_clients * config.shards_per_client:
+        raise ValueError(
+            f"data.shards_per_client={config.shards_per_client}: {config.num_clients} clients have "
+            f"{config.num_clients * config.shards_per_client} shards of the {samples} training samples of "
+            f"{dataset.name}; at most {samples // config.num_clients} leave a sample for each"
+        )
     fewest = FEWEST if config.partition == "dirichlet_classes" else 1
     if config.num_clients * fewest > samples:
         raise ValueError(
@@ -273,6 +309,8 @@ def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyAr
         "lda": _by_lda,
         "lda_sequential": _by_lda,
         "dirichlet_classes": _class_by_class,
+        "shards": _in_shards,
+        "quantity": _by_quantity,
         "iid": _uniformly,
         "natural": _naturally,
     }
@@ -289,6 +327,15 @@ def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyAr
         arrays[split] = np.concatenate(pieces)
         arrays[f"{split}_offsets"] = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return arrays
+
+
+def clients_of_rows(config: DataConfig, arrays: dict[str, AnyArray], part: str, num_samples: int) -> IntArray:
+    """The client that has each sample of a part of the data set (num_samples,), of the arrays of `allocate`; or -1."""
+    clients = np.full(num_samples, -1, dtype=np.int64)
+    in_train = SPLITS[:2] if config.test_share is None else SPLITS
+    for split in in_train if part == "train" else SPLITS[len(in_train) :]:
+        clients[arrays[split]] = np.repeat(np.arange(config.num_clients), np.diff(arrays[f"{split}_offsets"]))
+    return clients
 
 
 def set_aside(
@@ -340,14 +387,53 @@ def _class_by_class(config: DataConfig, dataset: Dataset, seed: int) -> tuple[di
     return {"label_distributions": counts / counts.sum(axis=1, keepdims=True)}, pieces_of
 
 
+def _in_shards(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[str, AnyArray], PiecesOf]:
+    """Test samples of a class are shared in proportion to the clients' training samples of it."""
+    classes, labels = dataset.num_classes, dataset.labels("train")
+    rng = stream(seed, "partition", "shards")
+    train_pieces = deal_shards(labels, config.num_clients, config.shards_per_client, rng)
+    counts = np.stack([np.bincount(labels[piece], minlength=classes) for piece in train_pieces])
+
+    def pieces_of(part: str) -> Sequence[IntArray]:
+        if part == "train":
+            return train_pieces
+        samples = shuffled_classes(dataset.labels(part), classes, stream(seed, "partition", part))
+        pieces = [_in_proportion(of_class, counts_N) for of_class, counts_N in zip(samples, counts.T, strict=True)]
+        return [np.sort(np.concatenate(of_client)) for of_client in zip(*pieces, strict=True)]
+
+    return {"label_distributions": counts / counts.sum(axis=1, keepdims=True)}, pieces_of
+
+
+def _by_quantity(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[str, AnyArray], PiecesOf]:
+    rng = stream(seed, "partition", "sizes")
+    sizes = dirichlet_sizes(config.alpha, dataset.num_samples("train"), config.num_clients, rng)
+
+    def pieces_of(part: str) -> Sequence[IntArray]:
+        return [np.sort(piece) for piece in _in_proportion(_in_order(dataset, part, seed), sizes)]
+
+    return {}, pieces_of
+
+
+def _in_proportion(samples: IntArray, counts: IntArray) -> list[IntArray]:
+    """Consecutive pieces in proportion to these counts, or equal ones if they are all 0.
+
+    In integers: rounded shares could leave somebody without his only sample, or give him one of a foreign class.
+    """
+    counts = counts if counts.any() else np.ones_like(counts)
+    return np.split(samples, np.cumsum(counts)[:-1] * len(samples) // counts.sum())
+
+
+def _in_order(dataset: Dataset, part: str, seed: int) -> IntArray:
+    """The samples of a part in the order in which they are cut: as they are of text, random of all else."""
+    order = np.arange(dataset.num_samples(part))
+    return order if dataset.per_position else stream(seed, "partition", part).permutation(order)
+
+
 def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[str, AnyArray], PiecesOf]:
     """All samples in pieces whose sizes differ by at most one: consecutive pieces of text, random ones of images."""
 
     def pieces_of(part: str) -> Sequence[IntArray]:
-        order = np.arange(dataset.num_samples(part))
-        if not dataset.per_position:
-            order = stream(seed, "partition", part).permutation(order)
-        return [np.sort(piece) for piece in np.array_split(order, config.num_clients)]
+        return [np.sort(piece) for piece in np.array_split(_in_order(dataset, part, seed), config.num_clients)]
 
     return {}, pieces_of
 

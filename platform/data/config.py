@@ -9,13 +9,15 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Interval
 
-from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, ComponentName
+from fedloom.platform.settings import ONE_OR_MORE, PATH, POSITIVE, UP_TO_A_MILLION, ComponentName
 from fedloom.platform.words import in_words
 
-Partition = Literal["lda", "lda_sequential", "dirichlet_classes", "iid", "natural"]
+Partition = Literal["lda", "lda_sequential", "dirichlet_classes", "shards", "quantity", "iid", "natural"]
 PARTITIONS = get_args(Partition)
-BY_LABEL = ("lda", "lda_sequential", "dirichlet_classes")
-"""The partitions that are drawn by class labels, with `data.alpha`."""
+BY_LABEL = ("lda", "lda_sequential", "dirichlet_classes", "shards")
+"""The partitions that are drawn by class labels."""
+WITH_ALPHA = ("lda", "lda_sequential", "dirichlet_classes", "quantity")
+"""The partitions that are drawn with `data.alpha`."""
 SAMPLES = Interval(ge=1, le=1_000_000_000)
 
 
@@ -40,17 +42,30 @@ class DataConfig:
     ] = None
     partition: Annotated[
         Partition,
-        "by label: lda (equal sizes, all clients draw in turn), lda_sequential (equal sizes, client after client) or "
-        "dirichlet_classes (each class split over the clients, unequal sizes); iid (uniform; text: equal consecutive "
-        "pieces) or natural (the data set's own clients, the first num_clients in order of their names)",
+        "by label: lda (equal sizes, all clients draw in turn), lda_sequential (equal sizes, client after client), "
+        "dirichlet_classes (each class split over the clients, unequal sizes) or shards (samples sorted by label, cut "
+        "into equal shards); quantity (uniform, unequal sizes), iid (uniform; text: equal consecutive pieces) or "
+        "natural (the data set's own clients, the first num_clients in order of their names)",
     ] = "lda"
     num_clients: Annotated[int, Interval(ge=1, le=100_000_000), "number of registered clients"] = 40
     alpha: Annotated[
         float,
         POSITIVE,
-        "by label: concentration of the Dirichlet distribution per client or class; small is skewed (0.1), large "
-        "nearly uniform (1000)",
+        "concentration of the Dirichlet distribution per client or class (quantity: of the clients' sizes); small is "
+        "skewed (0.1), large nearly uniform (1000)",
     ] = 1.0
+    shards_per_client: Annotated[int, ONE_OR_MORE, "shards: how many every client has"] = 2
+    noise: Annotated[
+        float | None,
+        POSITIVE,
+        "feature skew: variance of Gaussian noise in the last client's inputs; the i-th of N clients has i/N of it. "
+        "Pixels are from 0 to 1, other inputs in their deviations",
+    ] = None
+    rotation: Annotated[
+        float | None,
+        Interval(gt=0, le=180),
+        "feature skew: degrees by which a client's images are turned at most, uniformly drawn to either side",
+    ] = None
     validation_share: Annotated[
         float, Interval(ge=0, lt=1), "share of every client's training samples used for validation"
     ] = 0.1

@@ -28,10 +28,11 @@ from fedloom.platform.data.image_files import (
 )
 from fedloom.platform.data.source import Source, stratified_rows
 from fedloom.platform.data.speech import SpeechSource
+from fedloom.platform.data.table_files import INPUT_COLUMNS, SHAPE, Layout, TableSource, find_table
 from fedloom.platform.data.tokens import PtbSource, ShakespeareSource, TokenSource
 from fedloom.platform.plugins import ComponentSpec, Registry
 from fedloom.platform.seeding import stream
-from fedloom.platform.settings import PATH, check_settings, component_specs
+from fedloom.platform.settings import NOT_EMPTY, PATH, check_settings, component_specs
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,23 @@ def folder(
     return find_folders(_existing(config, path), size, grey=grey)
 
 
+def table(
+    config: DataConfig,
+    *,
+    path: Annotated[
+        str, PATH, "a .csv, .parquet or .arrow file, or a folder of them, as of Hugging Face's save_to_disk"
+    ],
+    x: INPUT_COLUMNS = None,
+    y: Annotated[str, NOT_EMPTY, "the column of labels"] = "label",
+    client: Annotated[str | None, NOT_EMPTY, "the column of natural clients"] = None,
+    size: Annotated[int | None, IMAGE_SIDE, "scale images to size x size; null: all are of one size"] = None,
+    grey: Annotated[bool, "one channel instead of three"] = False,
+    shape: SHAPE = None,
+) -> TableSource:
+    """Tables of numbers, vectors or images: CSV, Parquet, or a data set that Hugging Face's `datasets` saved."""
+    return find_table(_existing(config, path), Layout(x or (), y, client, size, grey, shape))
+
+
 def npz(
     config: DataConfig, *, path: Annotated[str, PATH, "the file; arrays train_x, train_y, test_x, test_y"]
 ) -> Arrays:
@@ -245,16 +263,8 @@ class _Known(dict[str, DataSet]):
         return super().__contains__(name) or (isinstance(name, str) and name.startswith(TORCHVISION))
 
 
-DATASETS: Registry[DataSet] = Registry(
-    "data set",
-    _Known(
-        {
-            f.__name__: f
-            for f in (digits, cifar10, cifar100, synthetic, cinic10, shakespeare, ptb, speech_commands, folder, npz)
-        }
-    ),
-    ("config",),
-)
+_BUILT_IN = (digits, cifar10, cifar100, synthetic, cinic10, shakespeare, ptb, speech_commands, folder, table, npz)
+DATASETS: Registry[DataSet] = Registry("data set", _Known({f.__name__: f for f in _BUILT_IN}), ("config",))
 
 
 def data_choices(config: DataConfig) -> tuple[ComponentSpec, ComponentSpec]:
@@ -385,7 +395,7 @@ class SyntheticSource(Source):
 TEXTS = ("shakespeare", "ptb")
 WITH_CLIENTS = ("shakespeare", "speech_commands")
 """Data sets that are published with natural clients."""
-OF_ITS_OWN = ("folder", "npz")
+OF_ITS_OWN = ("folder", "table", "npz")
 """Data sets whose content is known only after reading, like a user's own."""
 
 
@@ -395,10 +405,10 @@ def check(config: DataConfig) -> None:
     data_choices(config)
     dataset = config.dataset
     if dataset in [*DATASETS.known] and dataset not in OF_ITS_OWN:
-        lacks = {**dict.fromkeys(BY_LABEL, dataset in TEXTS), "natural": dataset not in WITH_CLIENTS, "iid": False}
-        if lacks[config.partition]:
+        lacks = {*(BY_LABEL if dataset in TEXTS else ()), *(() if dataset in WITH_CLIENTS else ("natural",))}
+        if config.partition in lacks:
             what = "has no class labels to draw by" if config.partition in BY_LABEL else "has no clients of its own"
-            allowed = ", ".join(partition for partition in PARTITIONS if not lacks[partition])
+            allowed = ", ".join(partition for partition in PARTITIONS if partition not in lacks)
             raise ValueError(f"data.partition={config.partition}: {dataset} {what}; must be one of {allowed}")
         if dataset not in TEXTS and config.sequence_length is not None:
             raise ValueError(f"data.sequence_length={config.sequence_length}: {dataset} holds images; leave it out")

@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from fedloom.platform.data.config import BY_LABEL, DataConfig
+from fedloom.platform.data.config import WITH_ALPHA, DataConfig
 from fedloom.platform.federation.config import FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
@@ -35,7 +35,10 @@ def _may_use_momentum(optimizer: str) -> bool:
 
 
 NEEDS: dict[type, tuple[_Needs, ...]] = {
-    DataConfig: (_Needs("alpha", "partition", BY_LABEL.__contains__, ", ".join(BY_LABEL)),),
+    DataConfig: (
+        _Needs("alpha", "partition", WITH_ALPHA.__contains__, ", ".join(WITH_ALPHA)),
+        _Needs("shards_per_client", "partition", "shards".__eq__, "shards"),
+    ),
     TiersConfig: (
         _Needs("max_step_s step_batch_size", "device_table", _is_given, "a device table"),
         _Needs("shares clients", "device_table", _is_missing, "runs without a device table"),

@@ -12,6 +12,7 @@ from fedloom.platform.clients.objectives import OBJECTIVES, check_objective
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.data.augment import check_augmentation, coloured, tried_samples
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.feature_skew import skewed_dataset
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
@@ -159,8 +160,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     objective = component_specs([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
     space = build_space(config.space)
     check(space)
-    dataset_path = prepare_dataset(config.data)
-    dataset = Dataset.open(dataset_path)
+    dataset = Dataset.open(prepare_dataset(config.data))
     dataset.verify_blocks()  # its content was not changed, as far as can be told in milliseconds
     space_config, samples = config.space, tried_samples(dataset)
     if isinstance(space, ModuleSpace):
@@ -176,11 +176,12 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
         )
     augment = coloured(augment, dataset.colours)
     outputs = space.tried(*samples) if isinstance(space, ModuleSpace) else None
+    dataset = skewed_dataset(config.data, dataset, config.seed_for("partition"))
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
     costs = costs or measure_costs(config.tiers, space)
     cost_table, macs_table = costs.budget, costs.macs
     tiers = split_into_tiers(config, space, cost_table)
-    data = FederatedData.open(dataset_path, partition_path)
+    data = FederatedData.open(dataset.path, partition_path)
     check_augmentation(augment, samples[0])
     check_objective(objective, samples[1], space_config.num_classes, outputs)
     devices = device_table(config, data.num_clients)
@@ -202,7 +203,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
         augment=augment,
         spec=WorkerSpec(
             space=space_config,
-            dataset_path=str(dataset_path),
+            dataset_path=str(dataset.path),
             partition_path=str(partition_path),
             training_seed=config.seed_for("training"),
             cost_table=costs.budget,

@@ -37,24 +37,24 @@ def test_what_a_data_set_allows_passes(dataset: str, partition: str) -> None:
         ({"sequence_length": 80}, "data.sequence_length=80: digits holds images; leave it out"),
         (
             {"partition": "dirichlet"},
-            "data.partition=dirichlet: must be one of lda, lda_sequential, dirichlet_classes, iid, n",
+            "data.partition=dirichlet: must be one of lda, lda_sequential, dirichlet_classes, shards",
         ),
         (
             {"partition": "natural"},
-            "data.partition=natural: digits has no clients of its own; must be one of lda, .*, dirichlet_classes, iid$",
+            "data.partition=natural: digits has no clients of its own; must be one of lda, .*, shards, quantity, iid$",
         ),
         (
             {"dataset": "shakespeare"},
-            "data.partition=lda: shakespeare has no class labels to draw by; must be one of iid, natural$",
+            "data.partition=lda: shakespeare has no class labels to draw by; must be one of quantity, iid, natural$",
         ),
         (
             {"dataset": "shakespeare", "partition": "dirichlet_classes"},
-            "data.partition=dirichlet_classes: shakespeare has no class labels to draw by; must be one of iid, nat",
+            "data.partition=dirichlet_classes: shakespeare has no class labels to draw by; must be one of quantity",
         ),
-        ({"dataset": "ptb"}, "data.partition=lda: ptb has no class labels to draw by; must be one of iid$"),
+        ({"dataset": "ptb"}, "data.partition=lda: ptb has no class labels to draw by; must be one of quantity, iid$"),
         (
             {"dataset": "ptb", "partition": "natural"},
-            "data.partition=natural: ptb has no clients of its own; must be one of iid$",
+            "data.partition=natural: ptb has no clients of its own; must be one of quantity, iid$",
         ),
         (
             {"dataset": "ptb", "partition": "iid", "augment": "crop_flip"},

@@ -22,7 +22,10 @@ CHOICE = ["method.train.selection=power_of_choice"]
         (["data.alpha=0.1"], []),
         (
             ["data.partition=iid", "data.alpha=0.1"],
-            ["data.alpha=0.1 has no effect with data.partition=iid: it is for lda, lda_sequential, dirichlet_classes"],
+            [
+                "data.alpha=0.1 has no effect with data.partition=iid: it is for lda, lda_sequential, "
+                "dirichlet_classes, quantity"
+            ],
         ),
         (
             ["tiers.max_step_s=5"],

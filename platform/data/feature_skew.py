@@ -1,0 +1,133 @@
+"""Feature skew: inputs that are turned or noisy in a way of each client's own, kept as a data set of their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.platform.data.allocation import allocate, check_enough, clients_of_rows, describe
+from fedloom.platform.data.artefact import (
+    FORMAT,
+    AnyArray,
+    Fields,
+    IntArray,
+    atomic_folder,
+    hash_of,
+    open_arrays,
+    read_manifest,
+    write_array,
+    write_artefact,
+    write_blocks,
+)
+from fedloom.platform.data.config import DataConfig, cache_root, check_cache
+from fedloom.platform.data.dataset import MANIFEST, PARTS, Dataset
+from fedloom.platform.data.source import write_label_sets
+from fedloom.platform.seeding import stream
+
+KEY_LENGTH = 16
+ROWS = 1024
+NOBODY = -1
+"""The client of samples that no client has: they stay as they are."""
+
+# -- what becomes of a client's inputs --------------------------------------------------------------------------------
+
+
+def noise_variance(most: float, client: int, num_clients: int) -> float:
+    """The variance of Gaussian noise in the inputs of client 0 to num_clients - 1: `most` * i / N of the i-th of N.
+
+    Source: Li et al. 2022, Sec. IV-B. Their code takes this for the standard deviation, and begins with i = 0.
+    """
+    return most * (client + 1) / num_clients
+
+
+def angle_of(most_degrees: float, client: int, seed: int) -> float:
+    """By how many degrees a client's images are turned, uniform in [-most, most]."""
+    return float(stream(seed, "skew", "angle", client).uniform(-most_degrees, most_degrees))
+
+
+def skewed_inputs(
+    config: DataConfig, x: AnyArray, part: str, rows: IntArray, clients: IntArray, units: AnyArray, seed: int
+) -> AnyArray:
+    """The inputs (n, ...) of these rows of a part, turned and with noise as their clients' are.
+
+    `units` (channels, 1, ...) has what deviation 1 of the noise is in the values of `x`. Each sample has its own random
+    stream.
+    """
+    if config.rotation is not None:
+        x = x.copy()
+        for client in np.unique(clients[clients != NOBODY]).tolist():
+            x[clients == client] = _turned(x[clients == client], angle_of(config.rotation, client, seed))
+    if config.noise is None:
+        return x
+    # Half precision has bytes as they are, and an error far below any noise, in half of the memory.
+    noisy = x.astype(np.float16 if x.dtype == np.uint8 else np.float32)
+    for i, (row, client) in enumerate(zip(rows.tolist(), clients.tolist(), strict=True)):
+        if client != NOBODY:
+            deviation = noise_variance(config.noise, client, config.num_clients) ** 0.5
+            drawn = stream(seed, "skew", "noise", part, row).standard_normal(x.shape[1:], dtype=np.float32)
+            noisy[i] = x[i] + deviation * units * drawn
+    return noisy
+
+
+def _turned(x_NCHW: AnyArray, degrees: float) -> AnyArray:
+    from scipy.ndimage import rotate  # slow to import
+
+    # Bilinear, with black outside of the image.
+    turned: AnyArray = rotate(x_NCHW, degrees, axes=(3, 2), reshape=False, order=1, mode="grid-constant")
+    return turned
+
+
+# -- the data set -----------------------------------------------------------------------------------------------------
+
+
+def skewed_dataset(config: DataConfig, dataset: Dataset, seed: int) -> Dataset:
+    """The data set with every client's inputs skewed as `config` says, written if it does not exist; else itself.
+
+    Labels are the same, and so is the partition. Normalisation stays that of the original.
+    Raises ValueError for inputs that cannot be skewed, and too many clients for the data set.
+    """
+    if config.noise is None and config.rotation is None:
+        return dataset
+    if dataset.kind not in ("image", "features") or (config.rotation is not None and len(dataset.input_shape) != 3):
+        what = "data.noise is for numbers" if config.rotation is None else "data.rotation is for images (C, H, W)"
+        raise ValueError(f"{what}: {dataset.name} holds {dataset.kind} of shape {dataset.input_shape}; must be null")
+    check_enough(config, dataset)
+    skew: Fields = {"partition": describe(config, dataset, seed), "dataset": dataset.hash}
+    folder = cache_root(config) / f"{dataset.name}-{hash_of({'format': FORMAT, 'skew': skew})[:KEY_LENGTH]}"
+    if not folder.is_dir():
+        check_cache(config)
+        manifest, arrays = read_manifest(dataset.path / MANIFEST), allocate(config, dataset, seed)
+        inputs = open_arrays(dataset.path, manifest)
+        fields = {key: value for key, value in manifest.items() if key not in ("format", "files", "hash")}
+        with atomic_folder(folder) as temporary:
+            kept = {name: array for name, array in inputs.items() if name not in [f"{part}_x" for part in PARTS]}
+            for part in PARTS:
+                clients = clients_of_rows(config, arrays, part, dataset.num_samples(part))
+                pieces = _pieces(config, inputs[f"{part}_x"], part, clients, _units(dataset), seed)
+                kept[f"{part}_x"] = write_array(temporary / f"{part}_x.npy", pieces, len(clients))
+            write_artefact(temporary, MANIFEST, {**fields, "skew": skew}, kept)
+            write_blocks(temporary)
+        write_label_sets(folder, lambda: dataset.label_sets)
+    skewed = Dataset.open(folder)
+    skewed.verify_blocks()
+    return skewed
+
+
+def original_of(folder: Path) -> str | None:
+    """The hash of the data set of which a prepared one is a skewed copy; None if it is none."""
+    skew = read_manifest(folder / MANIFEST).get("skew")
+    return None if skew is None else str(skew["dataset"])
+
+
+def _units(dataset: Dataset) -> AnyArray:
+    """Pixels are between 0 and 1 for the noise, as in the paper; other inputs are in deviations of their channel."""
+    deviations = np.ones(len(dataset.std)) if dataset.kind == "image" else np.array(dataset.std)
+    return (dataset.scale * deviations).astype(np.float32).reshape(-1, *[1] * (len(dataset.input_shape) - 1))
+
+
+def _pieces(
+    config: DataConfig, x: AnyArray, part: str, clients: IntArray, units: AnyArray, seed: int
+) -> Iterator[AnyArray]:
+    for start in range(0, len(x), ROWS):
+        rows = np.arange(start, min(start + ROWS, len(x)))
+        yield skewed_inputs(config, x[rows], part, rows, clients[rows], units, seed)

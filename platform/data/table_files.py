@@ -1,0 +1,312 @@
+"""Data sets in tables: CSV, Parquet and Arrow files, and what Hugging Face's `save_to_disk` writes (by pyarrow)."""
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+from PIL import Image
+
+from fedloom.platform.data.artefact import AnyArray, Fields, IntArray, hash_of_file
+from fedloom.platform.data.dataset import PARTS
+from fedloom.platform.data.image_files import decode_image
+from fedloom.platform.data.source import HELD_OUT_SHARE, Source, held_out
+from fedloom.platform.plugins import PluginError
+from fedloom.platform.settings import ONE_OR_MORE
+
+ENDINGS = (".csv", ".parquet", ".arrow")
+ROWS = 1024
+"""Rows that are read at a time: some dozen megabytes of small photographs."""
+INPUT_COLUMNS = Annotated[list[str] | None, "columns of inputs; null: the images, or all but those of label and client"]
+SHAPE = Annotated[list[Annotated[int, ONE_OR_MORE]] | None, "the shape of a row's numbers; null: as in the columns"]
+BLAME = "data set 'table':"
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def find_files(path: Path) -> dict[str, tuple[Path, ...]]:
+    """The files of each part; the only part is "" if a fifth is to be held out for testing.
+
+    Raises PluginError if there are none.
+    """
+    tables = _tables(path)
+    parts = {p: _tables(path / p) or tuple(f for f in tables if f.name.startswith(p)) for p in PARTS}
+    parts = parts if all(parts.values()) else {"": parts["train"] or tables}
+    if not all(parts.values()):
+        raise PluginError(
+            f"{BLAME} {path} is no table and has none: data.options.path is a file ({', '.join(ENDINGS)}), or a folder "
+            "with such files, which may begin with train and test, or lie in folders of these names"
+        )
+    return parts
+
+
+def _tables(path: Path) -> tuple[Path, ...]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    # `cache-*` is what Hugging Face keeps beside a saved data set.
+    return tuple(f for f in files if f.suffix in ENDINGS and f.is_file() and not f.name.startswith((".", "cache-")))
+
+
+def batches(
+    file: Path, columns: Sequence[str] | None = None, types: Mapping[str, Any] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """All or some columns of a file, some rows at a time; PluginError if it cannot be read.
+
+    `types` are those of columns of a CSV file: what its beginning lets one guess may be wrong of the rest.
+    """
+    try:
+        if file.suffix == ".csv":
+            convert = pyarrow.csv.ConvertOptions(include_columns=columns or [], column_types=types or {})
+            yield from pyarrow.csv.open_csv(file, convert_options=convert)
+        elif file.suffix == ".parquet":
+            for batch in pq.ParquetFile(file).iter_batches(ROWS, columns=columns):
+                yield batch if columns is None else batch.select(columns)  # in this order
+        else:
+            with pa.memory_map(str(file)) as mapped:
+                for batch in pa.ipc.open_stream(mapped):
+                    yield batch if columns is None else batch.select(columns)
+    except (pa.ArrowException, OSError) as error:
+        problem = str(error).splitlines()[0]
+        raise PluginError(
+            f"{BLAME} {file} cannot be read ({problem}); data.options.x names columns of numbers, or one of images"
+        ) from error
+
+
+# -- the source -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the columns hold: inputs, labels, and whose samples they are.
+
+    `size` scales images to size x size, `grey` gives them one channel, `shape` is that of a row's numbers.
+    """
+
+    x: Sequence[str]
+    y: str
+    client: str | None
+    size: int | None
+    grey: bool
+    shape: Sequence[int] | None
+
+
+class TableSource(Source):
+    """Rows of tables, in the order of the files' names; created by `find_table`.
+
+    Images are encoded in their column, or in files that it names, relative to the table. Numbers are in columns, or in
+    vectors or matrices of one.
+    """
+
+    class_names: Sequence[str] = ()
+    scale: float = 1
+
+    def __init__(self, files: Mapping[str, tuple[Path, ...]], layout: Layout, schema: pa.Schema) -> None:
+        self.files, self.layout = files, layout
+        holds = schema.field(layout.x[0]).type
+        is_alone = len(layout.x) == 1
+        self._names_files = is_alone and pa.types.is_string(holds)
+        if self._names_files or (is_alone and (pa.types.is_binary(holds) or _is_image(holds))):
+            self.scale = 255
+        else:
+            self.kind = "features"
+        self.class_names, self._labels = self._codes(layout.y, _published_names(schema, layout.y))
+        self._clients: dict[str, IntArray] = {}
+        if layout.client is not None:
+            self.client_names, self._clients = self._codes(layout.client)
+        self._rows = {part: (part, np.arange(len(self._labels[part]))) for part in files}
+        if "" in files:
+            self._rows = {p: ("", rows) for p, rows in zip(PARTS, held_out(self._labels[""]), strict=True)}
+        for part, (of_files, rows) in self._rows.items():
+            if not len(rows):
+                raise PluginError(f"{BLAME} {files[of_files][0]} has no rows for {part}: give more")
+
+    def identity(self) -> Fields:
+        hashes = {f"{part}/{file.name}": hash_of_file(file) for part, files in self.files.items() for file in files}
+        held = HELD_OUT_SHARE if "" in self.files else 0
+        fields: Fields = {"layout": "table", "sha256": hashes, **asdict(self.layout), "held_out": held}
+        if self._names_files:  # not their contents, as of images in folders
+            digest = sha256()
+            for part in self.files:
+                for file, batch in self._batches(part):
+                    for name in batch.column(0).to_pylist():
+                        digest.update(f"{name}\t{_image_file(file, name).stat().st_size}\n".encode())
+            fields["sha256_of_names_and_sizes"] = digest.hexdigest()
+        return fields
+
+    def labels(self, part: str) -> IntArray:
+        files, rows = self._rows[part]
+        return self._labels[files][rows]
+
+    def clients(self, part: str) -> IntArray | None:
+        files, rows = self._rows[part]
+        return self._clients[files][rows] if self._clients else None
+
+    def inputs(self, part: str, rows: IntArray) -> AnyArray:
+        ascending, places = np.unique(rows, return_inverse=True)
+        return np.concatenate([*self.pieces(part, ascending)])[places]
+
+    def pieces(self, part: str, rows: IntArray) -> Iterator[AnyArray]:
+        """As `Source.pieces`, of ascending rows: files are read once, from their beginning to their end."""
+        files, rows_of_part = self._rows[part]
+        wanted, start, first = rows_of_part[rows], 0, None
+        for file, batch in self._batches(files):
+            here = wanted[slice(*np.searchsorted(wanted, [start, start + len(batch)]))] - start
+            start += len(batch)
+            if not len(here):
+                continue
+            taken = batch.take(pa.array(here))
+            if self.kind == "image":
+                x = self._images(file, taken, None if first is None else first.shape[2:])
+            else:
+                x = self._numbers(file, taken)
+            first = x if first is None else first
+            if x.shape[1:] != first.shape[1:]:
+                raise PluginError(f"{BLAME} {file} has rows of shapes {first.shape[1:]} and {x.shape[1:]}: give one")
+            yield x
+
+    def _batches(self, part: str) -> Iterator[tuple[Path, pa.RecordBatch]]:
+        types = dict.fromkeys(self.layout.x, pa.string() if self._names_files else pa.float32())
+        return ((file, batch) for file in self.files[part] for batch in batches(file, self.layout.x, types))
+
+    def _images(self, file: Path, batch: pa.RecordBatch, shape: tuple[int, int] | None) -> AnyArray:
+        """Images (n, C, H, W), of the size of the first ones if they are not scaled."""
+        size, images = self.layout.size, list[AnyArray]()
+        for value in batch.column(0).to_pylist():
+            held = value if isinstance(value, dict) else {"path": value} if self._names_files else {"bytes": value}
+            name = held.get("path")
+            encoded = held.get("bytes") or _image_file(file, name).read_bytes()
+            where = f"{BLAME} {name or 'an image'} of {file}"
+            shape = shape or ((size, size) if size else _size(encoded, where))
+            images.append(decode_image(encoded, where, shape, grey=self.layout.grey, resized=size is not None))
+        return np.stack(images)
+
+    def _numbers(self, file: Path, batch: pa.RecordBatch) -> AnyArray:
+        columns = [_stacked(file, name, column) for name, column in zip(batch.schema.names, batch.columns, strict=True)]
+        x = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.column_stack(columns)
+        if self.layout.shape is None:
+            return x
+        if x[0].size != math.prod(self.layout.shape):
+            raise PluginError(f"{BLAME} a row of {file} has {x[0].size} numbers: data.options.shape must have as many")
+        return x.reshape(-1, *self.layout.shape)
+
+    def _codes(self, name: str, known: Sequence[str] | None = None) -> tuple[Sequence[str], dict[str, IntArray]]:
+        """The distinct values of a column in their order, as texts, and per part each row's index into them.
+
+        Of whole numbers whose names are `known` these are the indices.
+        """
+        columns = {part: self._texts(part, name) for part in self.files}
+        values = {text for column in columns.values() for text in column.dictionary.to_pylist()}
+        numbers = all(re.fullmatch(r"-?\d+", text) for text in values)
+        order = sorted(sorted(values), key=int if numbers else str) if known is None else [*map(str, range(len(known)))]
+        if unknown := sorted(values - {*order}):
+            raise PluginError(f"{BLAME} column {name} holds {unknown[0]}: its classes are 0 to {len(order) - 1}")
+        index = {text: i for i, text in enumerate(order)}
+        return known or order, {
+            part: np.array([index[text] for text in column.dictionary.to_pylist()], np.int64)[column.indices.to_numpy()]
+            for part, column in columns.items()
+        }
+
+    def _texts(self, part: str, name: str) -> pa.DictionaryArray:
+        """A column of texts or whole numbers, as texts."""
+        pieces = []
+        for file in self.files[part]:
+            for batch in batches(file, [name], {name: pa.string()}):
+                values = batch.column(0)
+                if pa.types.is_floating(values.type) or pa.types.is_nested(values.type):
+                    raise PluginError(
+                        f"{BLAME} column {name} of {file} holds {values.type}: give texts or whole numbers"
+                    )
+                pieces.append(values.cast(pa.string()))
+                if values.null_count or pc.any(pc.equal(pieces[-1], "")).as_py():
+                    raise PluginError(f"{BLAME} column {name} of {file} lacks values: give one for every row")
+        return pa.chunked_array(pieces, pa.string()).combine_chunks().dictionary_encode()
+
+
+LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
+
+
+def _stacked(file: Path, name: str, column: pa.Array) -> AnyArray:
+    """The numbers (n, ...) of a column of numbers, vectors or matrices."""
+    shape, where = [len(column)], f"{BLAME} column {name} of {file}"
+    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    while any(is_list(column.type) for is_list in LISTS):
+        lengths = pc.unique(pc.list_value_length(column)).to_pylist()
+        if len(lengths) != 1 or not lengths[0]:
+            raise PluginError(f"{where} holds vectors of {len(lengths)} lengths or none: all rows must be alike")
+        shape.append(lengths[0])
+        column = pc.list_flatten(column)
+    if not any(is_number(column.type) for is_number in NUMBERS):
+        raise PluginError(f"{where} holds {column.type}: data.options.x names columns of numbers, or one of images")
+    values: AnyArray = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    if not np.isfinite(values).all():  # a missing one is NaN
+        raise PluginError(
+            f"{where} lacks values, or has infinite ones: fill them in, or leave it out of data.options.x"
+        )
+    return values.reshape(shape)
+
+
+def _is_image(holds: pa.DataType) -> bool:
+    """Whether a column holds Hugging Face's images, {bytes, path}."""
+    return bool(pa.types.is_struct(holds) and holds.get_field_index("bytes") >= 0)
+
+
+def _published_names(schema: pa.Schema, column: str) -> list[str] | None:
+    """The names of Hugging Face's `ClassLabel`."""
+    try:
+        return [*map(str, json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]["names"])]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _image_file(table: Path, name: str | None) -> Path:
+    file = table.parent / (name or "")
+    if not file.is_file():
+        raise PluginError(f"{BLAME} {table} names the image {name}, which {table.parent} does not have")
+    return file
+
+
+def _size(encoded: bytes, where: str) -> tuple[int, int]:
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return image.height, image.width
+    except (OSError, SyntaxError, ValueError) as error:
+        raise PluginError(f"{where} is not an image ({error})") from error
+
+
+def find_table(path: Path, layout: Layout) -> TableSource:
+    """The source of a file or folder; PluginError naming a file and the column that it lacks."""
+    files = find_files(path)
+    first, *others = (file for of_part in files.values() for file in of_part)
+    schema = _schema(first)
+    named = {key: name for key in ("y", "client") if (name := getattr(layout, key)) is not None}
+    images = [field.name for field in schema if _is_image(field.type)][:1]
+    x = layout.x or images or [name for name in schema.names if name not in named.values()]
+    for file in (first, *others):
+        names = (schema if file == first else _schema(file)).names
+        for key, name in [*named.items(), *(("x", name) for name in x)]:
+            if name not in names:
+                raise PluginError(
+                    f"{BLAME} {file} has no column {name}: choose data.options.{key} of {', '.join(names):.200}"
+                )
+    if not x:
+        raise PluginError(f"{BLAME} {first} has no column of inputs beside {' and '.join(named.values())}")
+    return TableSource(files, replace(layout, x=tuple(x)), schema)
+
+
+def _schema(file: Path) -> pa.Schema:
+    if file.suffix == ".parquet":
+        return pq.read_schema(file)
+    for batch in batches(file):
+        return batch.schema
+    raise PluginError(f"{BLAME} {file} has no rows")
