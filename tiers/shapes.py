@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
 
@@ -115,10 +114,28 @@ All others are left to torch, with the same result.
 """
 
 
+def _macs_of_convolution(x: Tensor, weight: Tensor, _bias: Any, *options: Any, out: Tensor) -> int:
+    is_transposed = options[3]
+    return (x if is_transposed else out).numel() * weight.numel() // weight.shape[0]
+
+
+MACS: Mapping[Any, Callable[..., int]] = {
+    _aten.mm: lambda x, y, **_: x.numel() * y.shape[1],
+    _aten.addmm: lambda _bias, x, y, **_: x.numel() * y.shape[1],
+    _aten.bmm: lambda x, y, **_: x.numel() * y.shape[2],
+    _aten.baddbmm: lambda _bias, x, y, **_: x.numel() * y.shape[2],
+    _aten.convolution: _macs_of_convolution,
+}
+"""The multiply-accumulates of operators, as in `torch.utils.flop_counter`, which loads Triton where it is installed.
+
+Attention is computed of these on the meta device, and where fused kernels are forbidden.
+"""
+
+
 class ShapesOnly(TorchDispatchMode):
     """Within the block, operators on tensors of the meta device give shapes; their multiply-accumulates are counted.
 
-    Only convolutions and matrix products count, as in `torch.utils.flop_counter`.
+    Only convolutions and matrix products count.
     """
 
     def __init__(self) -> None:
@@ -141,7 +158,7 @@ class ShapesOnly(TorchDispatchMode):
         )
         shapes_of = SHAPES.get(func, func) if is_plain else func
         out = shapes_of(*args, **named)
-        count = flop_registry.get(func._overloadpacket)
+        count = MACS.get(func._overloadpacket)
         if count is not None:
-            self.macs += int(count(*args, **named, out_val=out)) // 2
+            self.macs += count(*args, out=out)
         return out
