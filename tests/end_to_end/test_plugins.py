@@ -39,6 +39,7 @@ LINES = {
     "mixers": 60,
     "head_first": 70,
     "fedper": 75,
+    "hidden_parts": 40,
 }
 
 Changes = Mapping[str, Any]
@@ -100,6 +101,13 @@ RUNS: Mapping[str, Changes] = {
     },
     "head_first": {"method": "head_first:METHOD", **SMALL, **WRITERS, "method.train.local_rule": "prox:prox"},
     "fedper": {"method": "fedper:METHOD", **SMALL, "data.num_clients": 10},
+    "module": {
+        "method": "fedavg",
+        "space.name": "module",
+        "space.build": "hidden_parts:reader",
+        "data.dataset": "hidden_parts:hidden",
+        "data.num_clients": 20,
+    },
     "scaffold": {"method": "fedavg", **SMALL, **HUNDRED, **LION, "method.train.aggregator": "median:median"},
     "fedoras": {"method": "fedoras", **HUNDRED, "tiers.count": 2, "space.name": "mixers:mixers", **TWO_STAGES},
     "superfednas": {
@@ -115,6 +123,7 @@ USED = {
     "prox": {"mixers", "rotated", "power_of_choice", "lion", "prox", "adagrad"},
     "head_first": {"mixers", "head_first", "rotated", "power_of_choice", "prox"},
     "fedper": {"mixers", "fedper"},
+    "module": {"hidden_parts"},
     "scaffold": {"mixers", "scaffold", "lion", "median"},
     "fedoras": {"scaffold", "mixers"},
     "superfednas": {"scaffold", "median"},
@@ -325,8 +334,8 @@ def test_clients_that_took_part_keep_their_variate_and_nobody_else(
 
 # -- on Ray ------------------------------------------------------------------------------------------------------------
 
-ON_RAY = {"head_first": 1, "scaffold": 2}
-"""Client actors; the two runs use every kind of plug-in that a client meets."""
+ON_RAY = {"head_first": 1, "scaffold": 2, "module": 2}
+"""Client actors; the runs use every kind of plug-in that a client meets."""
 
 
 @pytest.fixture(scope="module")

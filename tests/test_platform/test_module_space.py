@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import nn
 
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.results.checkpoint import load_model
-from fedloom.platform.results.paths import list_runs
-from fedloom.platform.runs.run import make_serial, resume_run, start_run
+from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 from fedloom.platform.spaces.module import ModuleSpace, travelling
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -296,6 +298,21 @@ def test_a_transformer_gets_its_inputs_by_name(
     assert clients["loss"].iloc[-3:].mean() < clients["loss"].iloc[:3].mean()
     final = results["evaluations"].query("stage == 'evaluation' and split == 'test' and metric == 'accuracy'")
     assert final["samples"].max() == 24, "a fifth is held out"
+
+
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(config_of: Make, tmp_path: Path) -> None:
+    seen, finals = list[str](), []
+    for folder, stops in (("whole", False), ("stopped", True)):
+        config = config_of(tmp_path / folder, "former", train={"rounds": 3})
+        config.data.dataset, config.data.partition = "my_net:texts", "natural"
+        config.data.train_samples = config.data.test_samples = None
+        watcher = Watcher(started=lambda run_id, _: seen.append(run_id), should_stop=lambda stops=stops: stops)
+        with suppress(InterruptedRunError):
+            start_run(config, make_serial, watcher)
+        if stops:
+            resume_run(config, seen[-1], make_serial)
+        finals.append(load_model(find_run(tmp_path / folder, seen[-1]), "fedavg")[0])
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
 
 
 def test_labels_may_be_anything_that_an_objective_takes(config_of: Make, tmp_path: Path, results_of: Any) -> None:
