@@ -243,7 +243,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from fedloom.experiments.runs.describe import prepare
     from fedloom.experiments.terminal import show_facts
 
-    show_facts(prepare(args.overrides), as_json=args.json)
+    show_facts(prepare(args.overrides, args.picture), as_json=args.json)
     return OK
 
 
