@@ -1,12 +1,12 @@
 """`fedloom describe`: size, costs and tiers of a space; `fedloom prepare`: a data set and its partition."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import VALIDATION, Dataset
 from fedloom.platform.data.feature_skew import skewed_dataset
 from fedloom.platform.data.federated import FederatedData
@@ -69,23 +69,21 @@ def _in_full(override: str) -> list[str]:
     return [f"space.name={name}", *([] if classes is None else [f"space.num_classes={classes}"])]
 
 
-def prepare(overrides: Sequence[str], picture: Path | None = None) -> dict[str, Any]:
+def prepare(
+    overrides: Sequence[str], draw: Callable[[DataConfig, FederatedData], object] | None = None
+) -> dict[str, Any]:
     """Writes or verifies the memory-mapped arrays and the partition, and returns a description of them.
 
-    `dataset=NAME` is short for `data.dataset=NAME`. The partition is drawn in the file `picture`, if one is named.
+    `dataset=NAME` is short for `data.dataset=NAME`. `draw` is called with what was prepared.
     """
-    from fedloom.experiments.report.partition import check_picture, write_picture  # pandas takes a second
-
-    if picture is not None:
-        check_picture(picture)
     config = compose_config([f"data.{o}" if o.startswith("dataset=") else o for o in overrides])
     seed = config.seed_for("partition")
     dataset = skewed_dataset(config.data, Dataset.open(prepare_dataset(config.data, verify=True)), seed)
     dataset.verify()
     partition = prepare_partition(config.data, dataset, seed)
     data = FederatedData.open(dataset.path, partition)
-    if picture is not None:
-        write_picture(picture, config.data, data)
+    if draw is not None:
+        draw(config.data, data)
     published: dict[str, str] = {}
     if config.data.dataset in PUBLISHED:
         is_part = None not in (config.data.train_samples, config.data.test_samples)
@@ -106,5 +104,4 @@ def prepare(overrides: Sequence[str], picture: Path | None = None) -> dict[str, 
         "clients": data.num_clients,
         "train_samples_per_client": [int(sizes["train"].min()), int(sizes["train"].max())],
         "validation_samples_per_client": [int(sizes["validation"].min()), int(sizes["validation"].max())],
-        **({} if picture is None else {"picture": str(picture)}),
     }
