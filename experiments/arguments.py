@@ -345,7 +345,13 @@ COMMANDS: Mapping[str, Command] = {
         "the columns of the result tables: type, unit and meaning",
         (_many("words", "TABLE", "runs, rounds, clients, ...; all if none is given"),),
     ),
-    "prepare": Command("prepare a data set and its partition", (_overrides("dataset=NAME (or experiment=NAME), ..."),)),
+    "prepare": Command(
+        "prepare a data set and its partition",
+        (
+            _overrides("dataset=NAME (or experiment=NAME), ..."),
+            Argument("--picture", metavar="FILE", type=_path, help="draw which client has what (.png or .pdf)"),
+        ),
+    ),
     "report": Command(
         "tables, plots and one HTML page of runs, or of an ablation",
         (

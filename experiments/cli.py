@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -243,7 +244,14 @@ def _prepare(args: argparse.Namespace) -> int:
     from fedloom.experiments.runs.describe import prepare
     from fedloom.experiments.terminal import show_facts
 
-    show_facts(prepare(args.overrides), as_json=args.json)
+    if args.picture is None:
+        show_facts(prepare(args.overrides), as_json=args.json)
+        return OK
+    from fedloom.experiments.report.partition import check_picture, write_picture
+
+    check_picture(args.picture)
+    facts = prepare(args.overrides, partial(write_picture, args.picture))
+    show_facts({**facts, "picture": str(args.picture)}, as_json=args.json)
     return OK
 
 

@@ -1,11 +1,12 @@
 """`fedloom describe`: size, costs and tiers of a space; `fedloom prepare`: a data set and its partition."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import VALIDATION, Dataset
 from fedloom.platform.data.feature_skew import skewed_dataset
 from fedloom.platform.data.federated import FederatedData
@@ -68,10 +69,12 @@ def _in_full(override: str) -> list[str]:
     return [f"space.name={name}", *([] if classes is None else [f"space.num_classes={classes}"])]
 
 
-def prepare(overrides: Sequence[str]) -> dict[str, Any]:
+def prepare(
+    overrides: Sequence[str], draw: Callable[[DataConfig, FederatedData], object] | None = None
+) -> dict[str, Any]:
     """Writes or verifies the memory-mapped arrays and the partition, and returns a description of them.
 
-    `dataset=NAME` is short for `data.dataset=NAME`.
+    `dataset=NAME` is short for `data.dataset=NAME`. `draw` is called with what was prepared.
     """
     config = compose_config([f"data.{o}" if o.startswith("dataset=") else o for o in overrides])
     seed = config.seed_for("partition")
@@ -79,6 +82,8 @@ def prepare(overrides: Sequence[str]) -> dict[str, Any]:
     dataset.verify()
     partition = prepare_partition(config.data, dataset, seed)
     data = FederatedData.open(dataset.path, partition)
+    if draw is not None:
+        draw(config.data, data)
     published: dict[str, str] = {}
     if config.data.dataset in PUBLISHED:
         is_part = None not in (config.data.train_samples, config.data.test_samples)
