@@ -380,7 +380,8 @@ def family(name: str, *overrides: str) -> RunConfig:
     several += ["space.stage_layers=[1,2]"] if name.startswith(("fedoras", "fedavg", "scaffold")) else []
     if name.startswith("fedoras"):
         several += ["method.finetune.rounds=1", "method.rand_init.rounds=1", "method.search.budget=4"]
-        several += ["method.search.population=3", "method.search.offspring=1", "method.train.clients_per_round=4"]
+        several += ["method.search.population=3", "method.search.offspring=1"]
+        several += [f"method.{part}.clients_per_round={n}" for part, n in (("train", 4), ("finetune", 2))]
     return compose_config([*RUNS[name], *several, *overrides])
 
 
