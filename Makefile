@@ -27,9 +27,12 @@ test: install
 test-all: install
 	$(call both,)
 
+# The tests start hundreds of Python processes: without compiled files each would compile fedloom anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 define both
-start=$$(date +%s); log="$$(mktemp)"; $(PYTEST) -m "ray $(1)" > "$$log" 2>&1 & beside=$$!; \
+start=$$(date +%s); log="$$(mktemp)"; $(PYTEST) -m "ray $(1)" $$(grep -rl 'mark\.ray' tests --include='test_*.py' | sort) > "$$log" 2>&1 & beside=$$!; \
 trap 'kill $$beside 2> /dev/null; rm -f "$$log"; exit 130' INT TERM; \
 OMP_NUM_THREADS=1 $(PYTEST) -m "not ray $(1)"; failed=$$?; \
 wait $$beside || failed=1; cat "$$log"; rm "$$log"; \

@@ -158,7 +158,8 @@ class Setting:
 
         The bounds hold for every number of a list.
         """
-        bounds = {n: b for n in ("ge", "gt", "le", "lt") for m in self.marks if (b := getattr(m, n, None)) is not None}
+        marks = self.marks
+        bounds = {n: b for n in ("ge", "gt", "le", "lt") for m in marks if (b := getattr(m, n, None)) is not None}
         least, above, most, below = (
             None if (bound := bounds.get(name)) is None else bound if isinstance(bound, int) else f"{bound:g}"
             for name in ("ge", "gt", "le", "lt")
@@ -174,8 +175,8 @@ class Setting:
             words = " and ".join(
                 filter(None, [f"{least} or more" if upper or least == 0 else f"at least {least}", upper])
             )
-        others = [str(mark) for mark in self.marks if isinstance(mark, Text | ComponentName | Infinite)]
-        words = words or ("a number" if any(isinstance(mark, Infinite) for mark in self.marks) else "")
+        others = [str(mark) for mark in marks if isinstance(mark, Text | ComponentName | Infinite)]
+        words = words or ("a number" if any(isinstance(mark, Infinite) for mark in marks) else "")
         return ", ".join(filter(None, [words, *others]))
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.fedoras import FedorASConfig, SupernetConfig
 from fedloom.platform.methods.tier_search import TierSearchConfig
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.registry import SPACES, build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 TINY_OPERATORS = ["conv(1)", "ds(3,.5)", "mb(1,2)", "identity"]
@@ -91,26 +91,24 @@ def tiny_config_in() -> Callable[..., RunConfig]:
     return tiny_run
 
 
-@pytest.fixture(scope="session")
-def spaces() -> dict[str, SearchSpace]:
-    """The spaces built so far: to count the costs of their operators takes longer than a tiny run's rounds."""
-    return {}
-
-
-@pytest.fixture
-def remembered_spaces(spaces: dict[str, SearchSpace], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worlds are built on the spaces that are there."""
+@pytest.fixture(scope="session", autouse=True)
+def remembered_spaces() -> Iterator[None]:
+    """Worlds are built on the spaces that are there: to count the costs of operators takes longer than tiny rounds."""
+    built: dict[tuple[str, object], SearchSpace] = {}
 
     def remembered(config: SpaceConfig) -> SearchSpace:
-        if repr(config) not in spaces:
-            spaces[repr(config)] = build_space(config)
-        return spaces[repr(config)]
+        key = (repr(config), SPACES.find(config.name))  # a user's module may be loaded anew
+        if key not in built:
+            built[key] = build_space(config)
+        return built[key]
 
-    monkeypatch.setattr("fedloom.platform.federation.world.build_space", remembered)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedloom.platform.federation.world.build_space", remembered)
+        yield
 
 
 @pytest.fixture
-def tiny_config(tmp_path: Path, remembered_spaces: None) -> Callable[..., RunConfig]:
+def tiny_config(tmp_path: Path) -> Callable[..., RunConfig]:
     """Makes configurations of 8 clients in 2 tiers on a part of the digits; keywords replace fields of RunConfig."""
     return partial(tiny_run, tmp_path / "results")
 

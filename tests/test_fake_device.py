@@ -55,7 +55,10 @@ def test_a_gpu_is_asked_for_no_more_than_it_has_to_be(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("preset", [pytest.param(name, marks=marks(name)) for name in PAPERS])
 def test_a_papers_step_has_no_more_kernels_than_it_had(preset: str) -> None:
-    first = first_work_of(compose_config([f"experiment={preset}"]))
+    few = (
+        ["data.train_samples=10000"] if "cifar" in preset else []
+    )  # steps are alike, and all images take long to prepare
+    first = first_work_of(compose_config([f"experiment={preset}", *few]))
     assert first.failures == []
     assert first.waits_per_step == {}
     assert 0 < first.kernels_per_step <= PAPERS[preset]

@@ -101,9 +101,10 @@ FEDLOOM = [
 ]
 
 
-@pytest.fixture
-def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a reader has it, with the examples' code and the files that the READMEs show by name."""
+    tmp_path = tmp_path_factory.mktemp("reader")
     for block in ALL_BLOCKS:
         named = re.match(r"# (\w+\.(?:yaml|py))\n", block.text)
         if named:
@@ -116,10 +117,15 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             with wave.open(str(tmp_path / "mine" / speaker / f"word{word}_0.wav"), "wb") as file:
                 file.setparams((1, 2, 16_000, 0, "NONE", ""))
                 file.writeframes(bytes(200 + 40 * word))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(PLUGINS))
-    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     return tmp_path
+
+
+@pytest.fixture
+def beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is started from that folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    monkeypatch.setenv("FEDLOOM_CACHE", str(folder / "cache"))
 
 
 def test_the_first_page_is_short() -> None:
@@ -201,7 +207,7 @@ def without(overrides: Sequence[str], *prefixes: str) -> list[str]:
 
 
 @pytest.mark.parametrize("words", FEDLOOM)
-def test_commands_parse_and_configurations_compose(words: list[str], beside: Path) -> None:
+def test_commands_parse_and_configurations_compose(words: list[str], beside: None) -> None:
     args = parse(build_parser(HANDLERS), words)
     command, overrides = words[0], list(getattr(args, "overrides", ()))
     long, short = ALIASES.get(command, ("", ""))
@@ -226,7 +232,7 @@ def brings_code(words: Sequence[str]) -> bool:
 
 
 @pytest.mark.parametrize("words", [line for line in FEDLOOM if brings_code(line.values[0])])
-def test_code_of_ones_own_is_accepted(words: list[str], beside: Path) -> None:
+def test_code_of_ones_own_is_accepted(words: list[str], beside: None) -> None:
     """All that is tried before a run begins: rules, spaces, data, augmentations, objectives, budgets, methods."""
     assert planned_stages(build_world(composed(words[1:])))
 
@@ -281,7 +287,7 @@ def named_keys(text: str) -> Iterator[str]:
             yield from (key.rpartition(".")[0] + short for short in re.findall(r"`(\.\w+)`", more))
 
 
-def test_keys_that_are_named_are_there(beside: Path) -> None:
+def test_keys_that_are_named_are_there(beside: None) -> None:
     known = all_keys()
     for readme in READMES:
         text = re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.S | re.M)

@@ -212,7 +212,7 @@ def _sources_of(choices: Mapping[str, str]) -> tuple[Any, ...]:
     return text, find_method(method).config if is_import_path(method) else None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # more than there are presets
 def _composed(choices: tuple[str, ...], _sources: tuple[Any, ...]) -> dict[str, Any]:
     """The values of a preset and a method, as Hydra composes them from the defaults of the configuration's classes."""
     own_presets = {

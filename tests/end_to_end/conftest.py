@@ -187,7 +187,7 @@ def tiny_overrides(family: str) -> list[str]:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, tiny_overrides: list[str], remembered_spaces: None) -> Callable[..., RunConfig]:
+def tiny(tmp_path: Path, tiny_overrides: list[str]) -> Callable[..., RunConfig]:
     """A configuration with all stages of a method in a few seconds; overrides may follow."""
 
     def make(*overrides: str) -> RunConfig:

@@ -13,11 +13,7 @@ import pytest
 from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.federation.world import build_world
-from fedloom.platform.plugins import is_import_path
 from fedloom.platform.runs.run import planned_stages
-from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.spaces.space_config import SpaceConfig
 
 SMALL = ["executor.kind=serial", "results=results", "data.num_clients=8", "tiers.count=1", "tiers.paths=50"]
 ROUNDS = ["method.train.rounds=2", "method.train.epochs=1", "method.train.clients_per_round=4"]
@@ -134,20 +130,11 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder that the command is started from; spaces are built once, to count their costs takes longest."""
-    folder, built = tmp_path_factory.mktemp("beside"), dict[str, SearchSpace]()
-
-    def remembered(config: SpaceConfig) -> SearchSpace:
-        if is_import_path(config.name):
-            return build_space(config)
-        if repr(config) not in built:
-            built[repr(config)] = build_space(config)
-        return built[repr(config)]
-
+    """The folder that the command is started from."""
+    folder = tmp_path_factory.mktemp("beside")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setattr(sys, "path", [*sys.path, str(folder)])
-        patched.setattr("fedloom.platform.federation.world.build_space", remembered)
         yield folder
     for name in [name for name in sys.modules if name.startswith("wrong_")]:
         del sys.modules[name]

@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fedloom.platform.settings import (
 
 NAN, INFINITY, WORD = math.nan, math.inf, 2**63
 NUMBERS = (NAN, INFINITY, -INFINITY, -1, -1.5, 0, 1, 0.5, 4097, WORD, -WORD - 1, 10**400, 1e30, -1e30)
-BOUNDS = {
+BOUNDS: dict[str, Callable[[float, float], bool]] = {
     r"(?:at least|between) ([^\s,]+)": lambda value, bound: value >= bound,
     r"([^\s,]+) or more": lambda value, bound: value >= bound,
     r"(?:above|greater than) ([^\s,]+)": lambda value, bound: value > bound,
@@ -52,23 +53,35 @@ def is_number(setting: Setting) -> bool:
     return re.search(r"\b(int|float)\b", setting.kind) is not None
 
 
+@cache
+def bounds_in(allowed: str) -> list[tuple[Callable[[float, float], bool], str]]:
+    """The bounds that a range shows."""
+    return [(holds, bound) for text, holds in BOUNDS.items() for bound in re.findall(text, allowed)]
+
+
 def inside(setting: Setting, value: float) -> bool:
     """Whether a number is inside the range that the setting shows."""
     if value != value or (isinstance(value, float) and math.isinf(value) and "infinity" not in setting.allowed):
         return False
     if re.search(r"\bint\b", setting.kind) and value != int(value):
         return False
-    shown = [(holds, bound) for text, holds in BOUNDS.items() for bound in re.findall(text, setting.allowed)]
+    shown = bounds_in(setting.allowed)
     assert shown, f"{setting.key}: {setting.allowed}"
     largest = WORD if re.search(r"\bint\b", setting.kind) else 3e38
     return all(holds(value, float(bound)) for holds, bound in shown) and (abs(value) < largest or value == INFINITY)
+
+
+@cache
+def section_of(key: str) -> type:
+    """A configuration that has this setting alone."""
+    return make_dataclass("Section", [(key.rpartition(".")[2], SETTINGS[key].type)])
 
 
 def refusal(setting: Setting, value: Any) -> str:
     """How a value is refused; empty if it is accepted."""
     name = setting.key.rpartition(".")[2]
     try:
-        validated(make_dataclass("Section", [(name, setting.type)]), {name: value}, setting.key.removesuffix(name))
+        validated(section_of(setting.key), {name: value}, setting.key.removesuffix(name))
     except ValueError as error:
         return str(error)
     return ""

@@ -66,9 +66,7 @@ def elastic_config_in(tiny_config_in: Callable[..., RunConfig]) -> Callable[...,
 
 
 @pytest.fixture
-def elastic_config(
-    tmp_path: Path, elastic_config_in: Callable[..., RunConfig], remembered_spaces: None
-) -> Callable[..., RunConfig]:
+def elastic_config(tmp_path: Path, elastic_config_in: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
     """Makes the same configurations with results in this test's own folder."""
     return partial(elastic_config_in, tmp_path / "results")
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import RandAugment
 
 from fedloom.platform.data.augment import (
     AUGMENTATIONS,
@@ -88,6 +87,8 @@ OPERATIONS = [
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_operation_is_that_of_torchvisions_randaugment(channels: int, magnitude: int) -> None:
     """Each image of a batch changes as torchvision changes it alone."""
+    from torchvision.transforms.v2 import RandAugment  # three seconds, which not every worker has to take
+
     x = torch.randint(0, 256, (len(OPERATIONS), channels, 9, 14), generator=seeded(5)).to(torch.uint8)
     theirs, space = RandAugment(2, magnitude), RandAugment._AUGMENTATION_SPACE
     expected = []

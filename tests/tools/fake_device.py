@@ -14,11 +14,11 @@ need a driver for that.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,8 +62,8 @@ PAPERS = {
     "zerofl_cifar10": 400,
 }
 """Presets in the papers' sizes, and the most kernels that a step of theirs may have."""
-STEPS = 3
-"""Steps of a client on the device: all are alike."""
+STEPS = 2
+"""Steps of a client on the device: what is between two, as all are alike."""
 NO_KERNEL = frozenset(
     {
         *(
@@ -141,11 +141,12 @@ class _Counting(TorchDispatchMode):
         self.counts = Counts()
 
     def _note(self, kind: str) -> None:
-        frames = traceback.extract_stack()
-        own = (f for f in reversed(frames) if f.filename.startswith(ROOT) and ".venv" not in f.filename)
-        at = next((f for f in own if Path(f.filename).name != Path(__file__).name), frames[-1])
-        file = at.filename.removeprefix(f"{ROOT}/").removeprefix(".typing/fedloom/")
-        self.counts.events[kind, f"{file}:{at.lineno}"] += 1
+        at = here = sys._getframe()  # a traceback would read the source of every line
+        while at.f_back is not None and not _is_own(at.f_code.co_filename):
+            at = at.f_back
+        at = at if _is_own(at.f_code.co_filename) else here
+        file = at.f_code.co_filename.removeprefix(f"{ROOT}/").removeprefix(".typing/fedloom/")
+        self.counts.events[kind, f"{file}:{at.f_lineno}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -193,6 +194,11 @@ class _Counting(TorchDispatchMode):
             least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
             return torch.zeros((max(1, least),), dtype=torch.int64, device=DEVICE)
         return None
+
+
+@cache
+def _is_own(file: str) -> bool:
+    return file.startswith(ROOT) and ".venv" not in file and Path(file).name != Path(__file__).name
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -373,7 +379,9 @@ def family(name: str, *overrides: str) -> RunConfig:
     several += [f"method.train.rounds={2 if name == 'fedmn' else 1}"] if name.startswith(one_round) else []
     several += ["space.stage_layers=[1,2]"] if name.startswith(("fedoras", "fedavg", "scaffold")) else []
     if name.startswith("fedoras"):
-        several += ["method.finetune.rounds=1", "method.rand_init.rounds=1", "method.search.budget=8"]
+        several += ["method.finetune.rounds=1", "method.rand_init.rounds=1", "method.search.budget=4"]
+        several += ["method.search.population=3", "method.search.offspring=1"]
+        several += [f"method.{part}.clients_per_round={n}" for part, n in (("train", 4), ("finetune", 2))]
     return compose_config([*RUNS[name], *several, *overrides])
 
 

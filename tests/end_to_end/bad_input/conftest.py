@@ -33,7 +33,7 @@ QUICK = [
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch, remembered_spaces: None) -> None:
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOOPBACK_SWITCH, "0")  # so that what the command line sets is undone
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
 
