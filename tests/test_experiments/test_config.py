@@ -241,6 +241,7 @@ PUBLIC = {
     "CommunicationConfig": "unit value one_per_round",
     "DataConfig": (
         "dataset root cache download train_samples test_samples sequence_length partition num_clients alpha "
+        "shards_per_client noise rotation "
         "validation_share test_share label_sets augment balanced_classes options"
     ),
     "DepthFLConfig": "name distillation ramp_up train evaluation",
