@@ -43,8 +43,8 @@ class DataConfig:
     partition: Annotated[
         Partition,
         "by label: lda (equal sizes, all clients draw in turn), lda_sequential (equal sizes, client after client), "
-        "dirichlet_classes (each class split over the clients, unequal sizes) or shards (samples sorted by label, cut "
-        "into equal shards); quantity (uniform, unequal sizes), iid (uniform; text: equal consecutive pieces) or "
+        "dirichlet_classes (each class split over the clients, unequal sizes) or shards (of samples sorted by "
+        "label); quantity (uniform, unequal sizes), iid (uniform; text: equal consecutive pieces) or "
         "natural (the data set's own clients, the first num_clients in order of their names)",
     ] = "lda"
     num_clients: Annotated[int, Interval(ge=1, le=100_000_000), "number of registered clients"] = 40

@@ -241,7 +241,8 @@ PUBLIC = {
     "CommunicationConfig": "unit value one_per_round",
     "DataConfig": (
         "dataset root cache download train_samples test_samples sequence_length partition num_clients alpha "
-        "shards_per_client noise rotation validation_share test_share label_sets augment balanced_classes options"
+        "shards_per_client noise rotation "
+        "validation_share test_share label_sets augment balanced_classes options"
     ),
     "DepthFLConfig": "name distillation ramp_up train evaluation",
     "DevicesConfig": "macs_per_s down_bytes_per_s up_bytes_per_s availability dropout deadline_s",
