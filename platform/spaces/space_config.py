@@ -70,7 +70,7 @@ class SpaceConfig:
     stem_multiplier: Annotated[int | None, UP_TO_A_THOUSAND, "channels of the stem as a multiple of the cells'"] = None
     affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
     modules: Annotated[int | None, Interval(ge=1, le=100), "number of modules per block to choose from"] = None
-    build: Annotated[str | None, ComponentName("network"), "module: what gives the network, as module:function"] = None
+    build: Annotated[str | None, NOT_EMPTY, "module: what gives the network, as module:function"] = None
     weights: Annotated[
         str | None, PATH, "module: a .safetensors file, or an index of several, whose values replace the network's own"
     ] = None
