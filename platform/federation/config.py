@@ -191,7 +191,7 @@ class ExecutorConfig:
     compile: Annotated[
         bool,
         "training steps of networks that keep their architecture are compiled by torch, for batches of the full size; "
-        "seconds to a minute per network and process, and slower than without on the CPUs where it was measured",
+        "seconds to a minute per network and process, which does not pay on the CPUs where it was measured",
     ] = False
     client_timeout_s: Annotated[
         float, POSITIVE, Infinite(), "seconds after which a client counts as failed and is left out"
