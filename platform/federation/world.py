@@ -32,7 +32,6 @@ from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.module import ModuleSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.tiers.budgets import Budget
@@ -162,11 +161,8 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     check(space)
     dataset = Dataset.open(prepare_dataset(config.data))
     dataset.verify_blocks()  # its content was not changed, as far as can be told in milliseconds
-    space_config, samples = config.space, tried_samples(dataset)
-    if isinstance(space, ModuleSpace):
-        space_config = space.fitted(dataset)
-        space = ModuleSpace(space_config)
-        space.batch = samples[0]
+    space, space_config = space.fitted(config.space, dataset)
+    samples = tried_samples(dataset)
     if space.input_shape != dataset.input_shape or space_config.num_classes != dataset.num_classes:
         shape = list(dataset.input_shape) if isinstance(dataset.input_shape, tuple) else dataset.input_shape
         raise ValueError(
@@ -175,7 +171,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
             f"choose a space that fits, or set space.input_shape={shape} and space.num_classes={dataset.num_classes}"
         )
     augment = coloured(augment, dataset.colours)
-    outputs = space.tried(*samples) if isinstance(space, ModuleSpace) else None
+    outputs = space.tried(*samples)
     dataset = skewed_dataset(config.data, dataset, config.seed_for("partition"))
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
     costs = costs or measure_costs(config.tiers, space)

@@ -142,6 +142,18 @@ class SearchSpace(Protocol):
         """Whether subnets hold parts of tensors; if not, the supernet module can run them directly."""
         return any(piece.region is not None for piece in self.slices(self.smallest).values())
 
+    # -- a space that depends on the data -----------------------------------------------------------------------------
+
+    def fitted(self, config: Any, dataset: Any) -> tuple["SearchSpace", Any]:
+        """The space and its configuration with what they leave to the data set; by default nothing."""
+        del dataset
+        return self, config
+
+    def tried(self, x: Any, y: Any) -> Any:
+        """Outputs for a batch of the data, on which the objective is tried; None for logits of any values."""
+        del x, y
+        return None
+
     # -- architectures ----------------------------------------------------------------------------------------------
 
     @property

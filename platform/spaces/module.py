@@ -59,14 +59,15 @@ class ModuleSpace(FixedSpace):
         """Its own module scores it: a second one, as a supernet, would hold the constants twice."""
         return True
 
-    def fitted(self, dataset: Dataset) -> SpaceConfig:
-        """The configuration with the shapes and classes of a data set, where it leaves them open."""
-        config, shapes = self.config, dataset.input_shape
+    def fitted(self, config: SpaceConfig, dataset: Dataset) -> tuple[ModuleSpace, SpaceConfig]:
+        """The space with the shapes and classes of a data set, where the configuration leaves them open."""
+        shapes = dataset.input_shape
         if config.input_shape is None and config.input_shapes is None:
             by_name = {name: list(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else None
             one = None if isinstance(shapes, Mapping) else list(shapes)
             config = replace(config, input_shape=one, input_shapes=by_name)
-        return replace(config, num_classes=dataset.num_classes)
+        config = replace(config, num_classes=dataset.num_classes)
+        return ModuleSpace(config), config
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class ModuleSpace(FixedSpace):
         Raises PluginError, with the line of the user's code, for a network that fails, has nothing to train, or gives
         logits (B, classes) or (B, classes, T) of another number of classes than labels (B,) or (B, T) have.
         """
-        module = self.build_subnet((0,))
+        self.batch, module = x, self.build_subnet((0,))
         module.load_state_dict(self.initial_weights(torch.Generator().manual_seed(0)), strict=False)
         path = self.config.build or ""
         if not self.parameter_names:
