@@ -11,7 +11,7 @@ import copy
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -35,6 +35,13 @@ CONSTANTS_SEED = 0
 """Constants are those of a network that is built with torch's generator at this seed, the same in all runs."""
 
 
+@dataclass
+class FittedConfig(SpaceConfig):
+    """The configuration of a network of several inputs, whose shapes the data set tells."""
+
+    input_shapes: Mapping[str, tuple[int, ...]] | None = None
+
+
 class ModuleSpace(FixedSpace):
     """A user's network as a space of one architecture, `(0,)`, called as `forward(x)`, or `forward(**x)` by names."""
 
@@ -48,8 +55,8 @@ class ModuleSpace(FixedSpace):
     @property
     def input_shape(self) -> Any:  # type: ignore[override]  # shapes by name for several inputs
         """The shape of one sample; ValueError if neither the configuration nor the data has told it."""
-        if self.config.input_shapes:
-            return {name: tuple(shape) for name, shape in self.config.input_shapes.items()}
+        if isinstance(self.config, FittedConfig) and self.config.input_shapes:
+            return dict(self.config.input_shapes)
         if self.config.input_shape is None:
             raise ValueError("space.input_shape is not known without the data: give the shape of one sample")
         return tuple(self.config.input_shape)
@@ -62,10 +69,10 @@ class ModuleSpace(FixedSpace):
     def fitted(self, config: SpaceConfig, dataset: Dataset) -> tuple[ModuleSpace, SpaceConfig]:
         """The space with the shapes and classes of a data set, where the configuration leaves them open."""
         shapes = dataset.input_shape
-        if config.input_shape is None and config.input_shapes is None:
-            by_name = {name: list(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else None
-            one = None if isinstance(shapes, Mapping) else list(shapes)
-            config = replace(config, input_shape=one, input_shapes=by_name)
+        if isinstance(shapes, Mapping):
+            config = FittedConfig(**vars(config), input_shapes=shapes)
+        elif config.input_shape is None:
+            config = replace(config, input_shape=list(shapes))
         config = replace(config, num_classes=dataset.num_classes)
         return ModuleSpace(config), config
 
@@ -240,9 +247,9 @@ def from_config(config: SpaceConfig) -> ModuleSpace:
     """
     if config.build is None:
         raise ValueError("space.name=module needs space.build=my_net:build, which gives the network")
-    known = ("build", "weights", "weights_names", "num_classes", "input_shape", "input_shapes")
+    known = ("build", "weights", "weights_names", "num_classes", "input_shape")
     for name, value in vars(config).items():
-        if name not in ("name", *known) and value not in (None, {}):
+        if name not in ("name", "input_shapes", *known) and value not in (None, {}):
             raise ValueError(f"space module has no {name}; it has {', '.join(known)}")
     return ModuleSpace(config)
 

@@ -77,9 +77,6 @@ class SpaceConfig:
     weights_names: Annotated[
         dict[str, str] | None, "module: beginnings of names in that file, and what the network's begin with instead"
     ] = None
-    input_shapes: Annotated[
-        dict[str, list[int]] | None, "module: shapes of several inputs by name; null: those of the data"
-    ] = None
     options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
 
 
