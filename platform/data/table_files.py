@@ -22,12 +22,14 @@ from fedloom.platform.data.dataset import PARTS
 from fedloom.platform.data.image_files import decode_image
 from fedloom.platform.data.source import HELD_OUT_SHARE, Source, held_out
 from fedloom.platform.plugins import PluginError
-from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
 
 ENDINGS = (".csv", ".parquet", ".arrow")
 ROWS = 1024
 """Rows that are read at a time: some dozen megabytes of small photographs."""
-INPUT_COLUMNS = Annotated[list[str] | None, "columns of inputs; null: the images, or all but those of label and client"]
+INPUT_COLUMNS = Annotated[
+    list[Annotated[str, NOT_EMPTY]] | None, "columns of inputs; null: the images, or all but those of label and client"
+]
 SHAPE = Annotated[list[Annotated[int, ONE_OR_MORE]] | None, "the shape of a row's numbers; null: as in the columns"]
 BLAME = "data set 'table':"
 
