@@ -34,7 +34,7 @@ LATER = (
     "local_cosine_to",
 )
 """Keys that came after the first records, which are of runs without them."""
-LATER_WORDS = (("aggregator", "mean"), ("optimizer", "sgd"), ("optimizer_state", "fresh"))
+LATER_WORDS = (("aggregator", "mean"), ("optimizer", "sgd"), ("optimizer_state", "fresh"), ("shards_per_client", 2))
 """Others, with the values of runs without them."""
 
 

@@ -43,6 +43,7 @@ def test_weights_that_do_not_fit_are_failed_rows_and_not_a_dead_actor(monkeypatc
     )
     actor = ClientActor.__new__(ClientActor)
     actor.worker, actor._runner, actor._at = cast(Any, worker), ChunkRunner(cast(Any, worker)), None
+    actor._jobs = 0
     gone = Assignment("train", 0, 1, "tier1", Idle(), dropped="the device is gone")
     chunk = Chunk("tier1", (Assignment("train", 0, 0, "tier1", Idle()), gone), stack=2)
 
