@@ -42,6 +42,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "local_adaptation",
             "ditto",
             "per_fedavg",
+            "personal",
             "knn_per",
             "fedmn",
             "global_nas",
