@@ -43,6 +43,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "ditto",
             "per_fedavg",
             "personal",
+            "apfl",
             "knn_per",
             "fedmn",
             "global_nas",
