@@ -213,15 +213,20 @@ class ScorePersonal:
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
+def refuse_shared(train: SiloTrainingConfig, why: str) -> None:
+    """Raises ValueError for a local rule that sends tensors of every parameter, as SCAFFOLD does."""
+    if local_rule(rules_of(train, "method.train").local).shared:
+        raise ValueError(
+            f"method.train.local_rule={train.local_rule} shares tensors of every parameter, and {why}; use sgd or "
+            "fedprox"
+        )
+
+
 def check_layers(config: PersonalConfig, layers: PersonalLayers, world: World) -> None:
     """Raises ValueError for settings that the personal tensors do not allow."""
     train, trained = config.train, world.space.parameter_names & layers.subnet.held(world.space).keys()
     personal = trained & layers.personal
-    if local_rule(rules_of(train, "method.train").local).shared:
-        raise ValueError(
-            f"method.train.local_rule={train.local_rule} shares tensors of every parameter, and method.personal keeps "
-            "some with the clients; use sgd or fedprox"
-        )
+    refuse_shared(train, "method.personal keeps some with the clients")
     if train.personal_epochs >= train.epochs:
         raise ValueError(
             f"method.train.personal_epochs={train.personal_epochs} leaves none of method.train.epochs={train.epochs} "

@@ -44,6 +44,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "per_fedavg",
             "personal",
             "apfl",
+            "fedproto",
             "knn_per",
             "fedmn",
             "global_nas",

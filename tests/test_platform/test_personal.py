@@ -20,7 +20,13 @@ from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.apfl import APFLConfig
-from fedloom.platform.methods.personal import PersonalConfig, PersonalTrainingConfig, personal_layers
+from fedloom.platform.methods.fedproto import FedProtoConfig, FedProtoTrainingConfig
+from fedloom.platform.methods.personal import (
+    PersonalConfig,
+    PersonalTrainingConfig,
+    personal_layers,
+    stages as stages_of_personal,
+)
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silos import (
     WEIGHTS,
@@ -89,26 +95,25 @@ class Chain(nn.Module):
         return self.head(self.body(x))  # type: ignore[no-any-return]
 
 
+Samples = list[tuple[float, int, int]]
+"""An x, its class and its client."""
+TWO_CLASSES: Samples = [(1.0, 0, 0), (2.0, 1, 1)]
+
+
 @pytest.fixture
 def chain(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Two clients of one sample each: x = 1 of class 0, and x = 2 of class 1."""
-    module = ModuleType("my_chain")
-    x, y, clients = np.array([[1.0], [2.0]]), np.array([0, 1]), np.array([0, 1])
-    part = (x, y, clients)
-    data = {"train": part, "test": part, "mean": [0.0], "std": [1.0], "class_names": ["a", "b"]}
-    module.__dict__.update(data=lambda _config: data, net=Chain, __file__="my_chain.py")
-    monkeypatch.setitem(sys.modules, "my_chain", module)
+    """Two clients that train a chain on these samples."""
 
-    def make(method: SubnetConfig) -> RunConfig:
-        samples = {"train_samples": None, "test_samples": None, "validation_share": 0.0}
-        return make_config(
-            method,
-            space=SpaceConfig("module", build="my_chain:net"),
-            dataset="my_chain:data",
-            partition="natural",
-            num_clients=2,
-            **samples,
-        )
+    def make(method: SubnetConfig, samples: Samples = TWO_CLASSES) -> RunConfig:
+        x, y, clients = (np.array(column) for column in zip(*samples, strict=True))
+        part = (x[:, None], y, clients)
+        data = {"train": part, "test": part, "mean": [0.0], "std": [1.0], "class_names": ["a", "b"]}
+        module = ModuleType("my_chain")
+        module.__dict__.update(data=lambda _config: data, net=Chain, __file__="my_chain.py")
+        monkeypatch.setitem(sys.modules, "my_chain", module)
+        brought = {"dataset": "my_chain:data", "partition": "natural", "num_clients": 2, "validation_share": 0.0}
+        space = SpaceConfig("module", build="my_chain:net")
+        return make_config(method, space=space, train_samples=None, test_samples=None, **brought)
 
     return make
 
@@ -173,6 +178,26 @@ def test_two_rounds_of_apfl_by_hand(chain: Make, run_in_memory: Run) -> None:
     assert dict(zip(scored["client_id"], scored["value"], strict=True)) == dict(enumerate(alphas))
 
 
+def test_two_rounds_of_fedproto_by_hand(chain: Make, run_in_memory: Run) -> None:
+    method = FedProtoConfig(train=FedProtoTrainingConfig(rounds=2, use_validation=False, pull=1.0, **SGD))
+    _, memory, state = run_in_memory(chain(method, [(1.0, 0, 0), (2.0, 0, 1), (2.0, 0, 1)]))
+    first = memory.state(0).weights("supernet")
+    # Round 1 leaves the bodies at 1, and the heads at (.5, -.5) and (1, -1). The features are x: (1 * 1 + 2 * 2) / 3.
+    assert first["prototype/0"].tolist() == pytest.approx([5 / 3])
+    assert first["prototype/1"].tolist() == [0.0], "nobody has the class"
+    # Round 2, client 0: the loss's gradient of the body is -.2689414, the pull's 2 (1 - 5/3).
+    # Client 1: -.0719448, as in FedPer's, and 2 (2 - 5/3) * 2.
+    bodies = [1 + 0.2689414 + 4 / 3, 1 + 0.0719448 - 4 / 3]
+    assert [kept(state, c)["body.weight"].item() for c in range(2)] == pytest.approx(bodies, abs=1e-6)
+    assert state.weights("supernet")["prototype/0"].item() == pytest.approx(0.5189068, abs=1e-6)
+    assert state.weights("supernet")["body.weight"].item() == 1.0, "no weight travels"
+    clients = memory.table("clients").query("stage == 'fedproto'")
+    assert set(clients["bytes_up"]) == {4}
+    assert set(clients["bytes_down"]) == {8}
+    scored = memory.table("evaluations").query("stage == 'evaluation' and metric == 'accuracy'")
+    assert scored["value"].tolist() == [1.0, 1.0], "the class without a prototype is not predicted"
+
+
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +258,19 @@ def test_apfl_with_a_fixed_alpha_of_1_trains_every_client_alone(make_config: Mak
     assert differing(dict(result.update.tensors), under(result.state, WEIGHTS)) == []
     assert result.macs == 2 * result.samples * world.macs_table.cost((0, 0, 0))
     assert result.bytes_up == bytes_of(state.weights("supernet"))
+
+
+def test_fedproto_without_a_pull_trains_every_client_alone(
+    make_config: Make, run_in_memory: Run, run_stages: Any
+) -> None:
+    train = {"rounds": 2, "batch_size": 12, "use_validation": False}
+    world, _, state = run_in_memory(make_config(FedProtoConfig(train=FedProtoTrainingConfig(pull=0.0, **train))))
+    # Under the same name, on which the order of the batches depends.
+    alone = replace(personal("*"), name="fedproto")
+    _, other = run_stages(world, stages_of_personal(alone, world), RunState())
+    for client_id in range(3):
+        assert differing(kept(state, client_id), kept(other, client_id)) == []
+    assert not any(name.startswith("prototype/") for name in kept(state, 0))
 
 
 # -- what travels, and what is kept -----------------------------------------------------------------------------------
