@@ -38,7 +38,7 @@ from fedloom.platform.data.trees import single
 from fedloom.platform.federation.algorithm import Round, RunState, to_all
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.personal import refuse_shared, with_own
+from fedloom.platform.methods.personal_layers import refuse_shared, with_own
 from fedloom.platform.methods.silos import (
     WEIGHTS,
     SiloTraining,

@@ -42,7 +42,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "local_adaptation",
             "ditto",
             "per_fedavg",
-            "personal",
+            "personal_layers",
             "apfl",
             "fedproto",
             "knn_per",

@@ -78,7 +78,7 @@ class PersonalTrainingConfig(SiloTrainingConfig):
 class PersonalConfig(SubnetConfig):
     """One architecture, of which every client keeps a part to itself."""
 
-    name: str = "personal"
+    name: str = "personal_layers"
     personal: Annotated[
         list[Annotated[str, NOT_EMPTY]],
         "tensors that stay with a client: patterns of names (head.*), classifier, batch_norms; after ! they are shared",
@@ -112,7 +112,7 @@ class PersonalLayers(OfSubnet):
         return {name: piece for name, piece in super().held(space).items() if name not in self.personal}
 
 
-def personal_layers(space: SearchSpace, architecture: Architecture, patterns: list[str]) -> PersonalLayers:
+def layers_of(space: SearchSpace, architecture: Architecture, patterns: list[str]) -> PersonalLayers:
     """The architecture with the tensors that `method.personal` names; a later pattern overrules an earlier one.
 
     Raises ValueError for a pattern that matches no tensor.
@@ -248,7 +248,7 @@ def check_layers(config: PersonalConfig, layers: PersonalLayers, world: World) -
 def stages(config: PersonalConfig, world: World) -> list[Stage]:
     """Training of the shared and the personal tensors, then the evaluation of every client's network."""
     architecture = world.architecture(config.architecture, "method.architecture")
-    layers = personal_layers(world.space, architecture, config.personal)
+    layers = layers_of(world.space, architecture, config.personal)
     check_layers(config, layers, world)
 
     def client(_subnet: Subnet, round_: Round, validation: ValidationUse) -> TrainPersonal:

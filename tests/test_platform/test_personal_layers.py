@@ -21,10 +21,10 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.apfl import APFLConfig
 from fedloom.platform.methods.fedproto import FedProtoConfig, FedProtoTrainingConfig
-from fedloom.platform.methods.personal import (
+from fedloom.platform.methods.personal_layers import (
     PersonalConfig,
     PersonalTrainingConfig,
-    personal_layers,
+    layers_of,
     stages as stages_of_personal,
 )
 from fedloom.platform.methods.registry import build_stages
@@ -135,7 +135,7 @@ def test_two_rounds_of_fedper_by_hand(chain: Make, run_in_memory: Run) -> None:
     assert kept(state, 1)["head.weight"].flatten().tolist() == pytest.approx([-1.0359724, 1.0359724])
     assert state.weights("supernet")["body.weight"].item() == pytest.approx(1 + (0.2689414 + 0.0719448) / 2)
     assert state.weights("supernet")["head.weight"].flatten().tolist() == [0.0, 0.0], "nobody has sent one"
-    clients = memory.table("clients").query("stage == 'personal'")
+    clients = memory.table("clients").query("stage == 'personal_layers'")
     assert set(clients["bytes_up"]) == set(clients["bytes_down"]) == {4}
     assert set(clients["parameters"]) == {1}
 
@@ -207,7 +207,9 @@ def test_without_personal_tensors_it_is_fedavg_bit_for_bit(
     world, _, state = run_in_memory(make_config(personal()))
     train = SiloTrainingConfig(rounds=2, batch_size=12, use_validation=False)
     # Under the same name, on which the order of the batches depends.
-    _, fedavg = run_stages(world, subnet_stages(world, SubnetConfig("personal", train=train), ScoreOwn), RunState())
+    _, fedavg = run_stages(
+        world, subnet_stages(world, SubnetConfig("personal_layers", train=train), ScoreOwn), RunState()
+    )
     assert differing(dict(fedavg.weights("supernet")), dict(state.weights("supernet"))) == []
     assert [*state.groups] == ["supernet"], "no client keeps anything"
 
@@ -217,7 +219,7 @@ def test_with_personal_tensors_alone_every_client_trains_alone(make_config: Make
     stage = build_stages(world)[0]
     fresh = dict(stage.begin(RunState()).weights("supernet"))
     assert differing(fresh, dict(state.weights("supernet"))) == []
-    clients = memory.table("clients").query("stage == 'personal'")
+    clients = memory.table("clients").query("stage == 'personal_layers'")
     assert clients["bytes_up"].tolist() == clients["bytes_down"].tolist() == [0] * 6
     # Local training is FedAvg of one client.
     alone = make_config(personal())
@@ -280,7 +282,7 @@ def test_memory_is_for_those_who_took_part_and_bytes_for_what_travels(make_confi
     config = make_config(personal("classifier", clients_per_round=2, rounds=1), num_clients=8)
     world, memory, state = run_in_memory(config)
     clients = memory.table("clients")
-    trained = clients[clients["stage"] == "personal"]
+    trained = clients[clients["stage"] == "personal_layers"]
     assert len(trained) == 2
     assert {name for name in state.groups if name.startswith("client-")} == {f"client-{c}" for c in trained.client_id}
     weights = state.weights("supernet")
@@ -320,7 +322,7 @@ def test_the_words_and_patterns_name_tensors_in_their_order(make_config: Make) -
     space = build_world(make_config(personal())).space
 
     def named(*patterns: str) -> frozenset[str]:
-        return personal_layers(space, (0, 0, 0), [*patterns]).personal
+        return layers_of(space, (0, 0, 0), [*patterns]).personal
 
     every = named("*")
     assert named("classifier") == named("fixed.classifier.*") == CLASSIFIER
@@ -336,7 +338,7 @@ def test_the_words_and_patterns_name_tensors_in_their_order(make_config: Make) -
 def test_processors_and_privacy_act_on_what_travels(make_config: Make, run_in_memory: Run) -> None:
     config = make_config(personal("classifier", rounds=1, processors=["sparsify"], options={"share": 0.5}))
     _, memory, state = run_in_memory(config)
-    clients = memory.table("clients").query("stage == 'personal'")
+    clients = memory.table("clients").query("stage == 'personal_layers'")
     whole = bytes_of({n: t for n, t in state.weights("supernet").items() if n not in CLASSIFIER})
     assert (clients["bytes_up"] < whole).all()
     assert set(clients["bytes_down"]) == {whole}
