@@ -239,7 +239,7 @@ def model_card(
         "macs": int(world.macs_table.cost(chosen.architecture)),
         "parameters": int(space.cost_table("parameters").cost(chosen.architecture)),
         "size_bytes": bytes_of(module.state_dict()),
-        **_inputs(sample, free_length=dataset.kind == "tokens"),
+        **_inputs(sample, free_length=dataset.per_position),
         "output": {"name": OUTPUT, "classes_dimension": 1},
         "preprocessing": preprocessing(dataset),
         "class_names": list(class_names),
@@ -295,10 +295,10 @@ def describe_architecture(space: SearchSpace, architecture: Architecture) -> Car
 
 def preprocessing(dataset: Dataset) -> Card:
     """The conversion of raw data to the model's input; for images (pixel / scale - mean) / std, per channel."""
-    if dataset.kind == "tokens":
-        return {"kind": dataset.kind, "rule": "the place of each token in class_names"}
     if not dataset.normalises:
-        return {"kind": dataset.kind, "rule": "as the data set gives them"}
+        is_text = dataset.per_position and isinstance(dataset.input_shape, tuple)
+        rule = "the place of each token in class_names" if is_text else "as the data set gives them"
+        return {"kind": dataset.kind, "rule": rule}
     values = {"scale": dataset.scale, "mean": list(dataset.mean), "std": list(dataset.std)}
     return {"kind": dataset.kind, "rule": "(pixel / scale - mean) / std, channels first", **values}
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.data.arrays import Arrays
@@ -58,6 +59,51 @@ class Lora(nn.Module):
 
 def lora():
     return nn.Sequential(nn.Flatten(), Lora(nn.Linear(64, 10)))
+
+
+class ViT(nn.Module):
+    def __init__(self, classes, size=16):
+        super().__init__()
+        self.patches = nn.Conv2d(1, size, 2, stride=2)
+        self.token, self.places = nn.Parameter(torch.zeros(1, 1, size)), nn.Parameter(torch.randn(1, 17, size))
+        self.layer = nn.TransformerEncoderLayer(size, 2, 32, batch_first=True)
+        self.head = nn.Linear(size, classes)
+
+    def forward(self, x):
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], dim=1)
+        return self.head(self.layer(tokens + self.places)[:, 0])
+
+
+def vit(input_shape, num_classes):
+    torch.manual_seed(3)  # as if it were trained
+    return ViT(num_classes)
+
+
+def resnet(input_shape, num_classes):
+    torch.manual_seed(3)
+    model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes)
+    model.conv1 = nn.Conv2d(1, 64, 3, bias=False)
+    return model
+
+
+class Adapted(nn.Module):
+    """Named like the layers of `peft`."""
+
+    def __init__(self, base_layer, rank):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapted(input_shape, num_classes):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), Adapted(nn.Linear(64, 32), 4), nn.ReLU(), Adapted(nn.Linear(32, num_classes), 4))
 
 
 class Tied(nn.Module):
@@ -242,6 +288,21 @@ def test_training_starts_from_the_networks_own_weights_drawn_with_the_runs_seed(
     assert not torch.equal(weights["1.A"], own("lora", seed=8)[1]["1.A"])
     base = [space.build_subnet((0,))[1].base.weight for _ in range(2)]
     assert base[0].data_ptr() == base[1].data_ptr(), "constants are held once"
+
+
+@pytest.mark.parametrize("build", ["vit", "resnet", "adapted"])
+def test_a_run_begins_with_the_weights_that_a_network_has(
+    config_of: Make, tmp_path: Path, results_of: Any, build: str
+) -> None:
+    steps = {"rounds": 1, "clients_per_round": 1, "lr": 1e-30}  # which change nothing
+    results = results_of(config_of(tmp_path, build, train=steps))
+    own_weights = travelling(getattr(sys.modules["my_net"], build)((1, 8, 8), 10))
+    stored = load_model(results.paths, "fedavg")[0]
+    assert stored.keys() == own_weights.keys()
+    assert any(name.endswith("lora_B.default.weight") for name in stored) == (build == "adapted")
+    for name, tensor in own_weights.items():
+        if isinstance(tensor, nn.Parameter):
+            torch.testing.assert_close(stored[name], tensor.data, rtol=1e-6, atol=1e-20, msg=name)
 
 
 def test_what_a_file_draws_when_it_is_imported_changes_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
