@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import find_run, list_runs
@@ -478,13 +481,16 @@ def test_a_network_is_tried_on_a_batch_before_a_run(config_of: Make, tmp_path: P
         build_world(config_of(tmp_path, build))
 
 
-def test_what_others_have_is_refused() -> None:
+def test_what_others_have_is_refused(config_of: Make, tmp_path: Path) -> None:
     from fedloom.platform.spaces.registry import build_space
 
     with pytest.raises(ValueError, match="space module has no channels; it has build, weights"):
         build_space(SpaceConfig("module", build="my_net:lora", channels=3))
     with pytest.raises(ValueError, match=r"needs space\.build=my_net:build"):
         build_space(SpaceConfig("module"))
+    config = replace(config_of(tmp_path, "lora"), method=SuperFedNASConfig())
+    with pytest.raises(ValueError, match="superfednas cannot use space module, which has one architecture; use fedavg"):
+        build_stages(build_world(config))
 
 
 def test_a_module_that_is_no_networks_part_is_no_constant() -> None:
