@@ -37,6 +37,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "fjord",
             "fedrolex",
             "depthfl",
+            "scalefl",
             "zerofl",
             "spider",
             "local_adaptation",

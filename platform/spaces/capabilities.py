@@ -99,7 +99,7 @@ class HasExits(SearchSpace, Protocol):
     """Subnets are the first blocks of a network, each with an exit: `forward(x, of_exits)` appends their logits.
 
     A subnet's module is called with a list, to which it appends the logits (N, classes) of every exit, the shallowest
-    first; it returns their mean.
+    first; it returns what it classifies by, which is their mean or the last one's.
     """
 
     def num_exits(self, architecture: Architecture) -> int:
@@ -154,7 +154,7 @@ with_tasks: Need[HasTasks] = Need(HasTasks, "cnn_cifar")
 summing_options: Need[SumsOptions] = Need(SumsOptions, "resnet18_modular or darts_s2")
 with_cells: Need[HasCells] = Need(HasCells, "darts_s2")
 with_depths: Need[HasDepths] = Need(HasDepths, "resnet_elastic")
-with_exits: Need[HasExits] = Need(HasExits, "cnn_depth or resnet_depth")
+with_exits: Need[HasExits] = Need(HasExits, "cnn_depth, resnet_depth, cnn_scaled or resnet_scaled")
 with_blocks: Need[HasBlocks] = Need(HasBlocks, "resnet_elastic")
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.depth import DepthSpace
+from fedloom.platform.spaces.depth import SCALED_WIDTHS, DepthSpace, ScaledSpace
 from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
 from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
 from fedloom.platform.spaces.space_config import Spaces, spaces_of
@@ -331,6 +331,17 @@ class TransformerDepthDesign(TransformerDesign):
         return [self.build_head() for _ in self.blocks]
 
 
+@dataclass(frozen=True)
+class TransformerScaledDesign(TransformerDepthDesign):
+    """Subnets of i stages have the share `widths[i - 1]` of the heads, whose size stays, and channels for them."""
+
+    widths: tuple[float, ...] = SCALED_WIDTHS
+
+    def narrower(self, share: float) -> TransformerScaledDesign:
+        heads = channels_kept(share, self.attention_heads)
+        return replace(self, attention_heads=heads, embedding_size=self.embedding_size // self.attention_heads * heads)
+
+
 SPACES: Spaces = {
     **spaces_of(
         ElasticSpace,
@@ -346,5 +357,10 @@ SPACES: Spaces = {
         DepthSpace,
         TransformerDepthDesign("vit_depth"),
         TransformerDepthDesign("gpt_depth", (80,), 90, patch_size=None, blocks=(3, 3)),
+    ),
+    **spaces_of(
+        ScaledSpace,
+        TransformerScaledDesign("vit_scaled"),
+        TransformerScaledDesign("gpt_scaled", (80,), 90, patch_size=None, blocks=(3, 3), widths=(0.7, 1.0)),
     ),
 }

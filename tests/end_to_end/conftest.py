@@ -145,6 +145,12 @@ COMPARED = {
         "space.stage_widths=[4,6,8,10]",
         "tiers.upper_bounds=[15000,22000,25000,30000]",
     ],
+    "scalefl": [
+        "experiment=scalefl_digits",
+        *(o for o in TINY_WIDTHS if "space" not in o and "bounds" not in o),
+        "space.stage_widths=[6,8,10,12]",
+        "tiers.upper_bounds=[22000,33000,40000,50000]",
+    ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
     "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],
 }

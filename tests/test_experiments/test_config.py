@@ -282,6 +282,7 @@ PUBLIC = {
         "experiment name tags seed results dry_run reuse_supernet tensorboard data objective space tiers devices "
         "method executor ray checkpoint seeds"
     ),
+    "ScaleFLConfig": "name distillation temperature distil_after train",
     "SearchConfig": (
         "searcher population offspring mutation parents budget metric objectives statistics validation_share options"
     ),

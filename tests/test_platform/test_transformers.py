@@ -180,6 +180,7 @@ RUNS = {
     "fjord": ["experiment=fjord_vit_digits"],
     "fedrolex": ["experiment=fjord_vit_digits", "method=fedrolex"],
     "depthfl": ["experiment=fjord_vit_digits", "method=depthfl", "space.name=vit_depth", "space.widths=null"],
+    "scalefl": ["experiment=fjord_vit_digits", "method=scalefl", "space.name=vit_scaled", "space.widths=[0.5,1.0]"],
 }
 
 
