@@ -33,6 +33,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "random_nas",
             "transfer",
             "superfednas",
+            "ofa",
             "heterofl",
             "fjord",
             "fedrolex",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 from torch import Tensor
 
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace
+from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights
 
 if TYPE_CHECKING:
     from fedloom.platform.spaces.elastic import ElasticDesign
@@ -123,6 +123,14 @@ class HasBlocks(SearchSpace, Protocol):
         ...
 
 
+class HasSortedChannels(HasBlocks, Protocol):
+    """Subnets keep a number of blocks per stage, and of each the leading channels, which can be sorted."""
+
+    def with_sorted_channels(self, weights: Weights) -> dict[str, Tensor]:
+        """The same network with the channels of every block in descending order of their weights' L1 norm."""
+        ...
+
+
 Offered = TypeVar("Offered", bound=SearchSpace, covariant=True)
 
 
@@ -156,6 +164,7 @@ with_cells: Need[HasCells] = Need(HasCells, "darts_s2")
 with_depths: Need[HasDepths] = Need(HasDepths, "resnet_elastic")
 with_exits: Need[HasExits] = Need(HasExits, "cnn_depth, resnet_depth, cnn_scaled or resnet_scaled")
 with_blocks: Need[HasBlocks] = Need(HasBlocks, "resnet_elastic")
+with_sorted_channels: Need[HasSortedChannels] = Need(HasSortedChannels, "resnet_elastic")
 
 
 def lacking(space: object, what: type) -> list[str]:

@@ -47,6 +47,9 @@ class SpaceConfig:
         list[Annotated[float, SHARE]] | None, "width, scaled: shares of the channels, ascending to 1.0"
     ] = None
     scaler: Annotated[bool | None, "width: whether narrow layers are scaled up in training (HeteroFL)"] = None
+    coupled: Annotated[
+        bool | None, "elastic: whether the depth of a stage decides the width of its blocks (CompOFA)"
+    ] = None
     width_multiplier: Annotated[float | None, Interval(gt=0, le=1000), "factor on all channels"] = None
     norm: Annotated[str | None, NOT_EMPTY, "normalisation, such as batch or none"] = None
     initialisation: Annotated[str | None, NOT_EMPTY, "resnet: convolutions start as torch's or he's"] = None
