@@ -33,6 +33,7 @@ LATER = (
     "local_warmup_steps",
     "local_cosine_to",
     "coupled",
+    "compile",
 )
 """Keys that came after the first records, which are of runs without them."""
 LATER_WORDS = (("aggregator", "mean"), ("optimizer", "sgd"), ("optimizer_state", "fresh"), ("shards_per_client", 2))
