@@ -94,7 +94,7 @@ RUNS: dict[str, list[str]] = {
                            "method.search.macs=[110000.0]"],
     "multi_stage": [*ELASTIC, "method.train.travels=supernet", "method.train.shrinking.subnets_per_batch=2"],
     "ofa": ["experiment=ofa_digits", *ELASTIC[1:], "method.train.rounds=5", "method.train.depth_share=0.2"],
-    "compofa": ["experiment=compofa_digits", *ELASTIC[1:], "method.search.samples=0"],
+    "compofa": ["experiment=compofa_digits", *ELASTIC[1:], "tiers.rho_high=0.5", "method.search.samples=0"],
     "ifedavg": [*ELASTIC, "method.separately=true"],
     "superfednas_shakespeare": TEXT,
     "superfednas_vit": ["experiment=superfednas_vit_digits", *ROUNDS, "space.embedding_size=8", "tiers.count=2",
