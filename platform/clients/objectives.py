@@ -174,6 +174,15 @@ OBJECTIVES: Registry[Objective] = Registry(
 CLASSIFICATION = ComponentSpec("classification")
 
 
+def divergence(outputs: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean of KL(teacher || outputs) over all targets, logits (B, classes) or (B, classes, T) divided by `temperature`.
+
+    The teacher's are targets: give them without gradients.
+    """
+    soft, target = F.log_softmax(outputs / temperature, dim=1), F.log_softmax(teacher / temperature, dim=1)
+    return F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1).mean()
+
+
 @dataclass
 class DistilledLoss:
     """The loss of a batch's passes, of which the first is the teacher's: its loss is the objective's.
@@ -207,9 +216,7 @@ class DistilledLoss:
             return hard
         assert self.teacher is not None, "the teacher passes first"
         t = self.temperature
-        soft, target = F.log_softmax(outputs / t, dim=1), F.log_softmax(self.teacher / t, dim=1)
-        divergence = F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1).mean()
-        return (1 - self.weight) * hard + self.weight * t * t * divergence
+        return (1 - self.weight) * hard + self.weight * t * t * divergence(outputs, self.teacher, t)
 
 
 def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outputs: Any = None) -> None:

@@ -160,6 +160,19 @@ COMPARED = {
         "method.search.samples=0",
         *KEPT_ADAM,
     ],
+    "scalefl": [
+        "experiment=scalefl_digits",
+        *(o for o in TINY_WIDTHS if "space" not in o and "bounds" not in o),
+        "space.stage_widths=[6,8,10,12]",
+        "tiers.upper_bounds=[22000,33000,40000,50000]",
+    ],
+    "ofa": [
+        *(o for o in TINY_ELASTIC if not o.startswith(("experiment", "method.search", "method.train.dist"))),
+        "experiment=ofa_digits",
+        "method.train.rounds=5",
+        "method.train.depth_share=0.2",
+        "method.search.samples=0",
+    ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
     "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],
 }

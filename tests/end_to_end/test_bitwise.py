@@ -103,8 +103,8 @@ def test_compiled_networks_give_the_same_bits_on_two_actors(
 
 
 COMPARED = (
-    *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl"),
-    *("transformers", "secure", "private"),
+    *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "scalefl"),
+    *("ofa", "transformers", "secure", "private"),
 )
 QUICK = ("scaffold", "private")
 """Those with the most state and the most arithmetic; of the others a round would show the same."""

@@ -272,6 +272,8 @@ PUBLIC = {
     "InnerStepsConfig": "steps lr",
     "KnnPerConfig": "name neighbours scale",
     "LocalAdaptationConfig": "name adapt",
+    "OFAConfig": "name family train search evaluation",
+    "OFATrainingConfig": "full_share depth_share subnets_per_batch teaching sort_channels evaluate",
     "ObjectiveConfig": "name options",
     "PerFedAvgConfig": "name train adapt",
     "PerFedAvgTrainingConfig": "local_factor",
@@ -282,6 +284,7 @@ PUBLIC = {
         "experiment name tags seed results dry_run reuse_supernet tensorboard data objective space tiers devices "
         "method executor ray checkpoint seeds"
     ),
+    "ScaleFLConfig": "name distillation temperature distil_after train",
     "SearchConfig": (
         "searcher population offspring mutation parents budget metric objectives statistics validation_share options"
     ),
@@ -293,9 +296,9 @@ PUBLIC = {
     ),
     "SpaceConfig": (
         "name num_classes heads input_shape stem_channels stem_stride stage_layers stage_strides depthwise_link "
-        "operators stage_widths depths expansions widths scaler width_multiplier norm initialisation bias channels "
-        "embedding_size blocks patch_size attention_heads mlp_ratio head_shares kernel_size dropout embedding_dropout "
-        "tied cells nodes stem_multiplier affine modules build weights weights_names options"
+        "operators stage_widths depths expansions widths scaler coupled width_multiplier norm initialisation bias "
+        "channels embedding_size blocks patch_size attention_heads mlp_ratio head_shares kernel_size dropout "
+        "embedding_dropout tied cells nodes stem_multiplier affine modules build weights weights_names options"
     ),
     "SpiderConfig": "name train search gains",
     "SpiderTrainingConfig": "pull keep_momentum own_start",

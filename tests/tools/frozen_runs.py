@@ -93,6 +93,8 @@ RUNS: dict[str, list[str]] = {
     "superfednas_static": [*ELASTIC, "method.train.distribution.heuristic=static", "space.norm=group",
                            "method.search.macs=[110000.0]"],
     "multi_stage": [*ELASTIC, "method.train.travels=supernet", "method.train.shrinking.subnets_per_batch=2"],
+    "ofa": ["experiment=ofa_digits", *ELASTIC[1:], "method.train.rounds=5", "method.train.depth_share=0.2"],
+    "compofa": ["experiment=compofa_digits", *ELASTIC[1:], "tiers.rho_high=0.5", "method.search.samples=0"],
     "ifedavg": [*ELASTIC, "method.separately=true"],
     "superfednas_shakespeare": TEXT,
     "superfednas_vit": ["experiment=superfednas_vit_digits", *ROUNDS, "space.embedding_size=8", "tiers.count=2",
@@ -136,7 +138,7 @@ RUNS: dict[str, list[str]] = {
     "tier_quota": [*FEDAVG, "tiers.count=2", "method.train.selection=tier_quota"],
     **{name: [f"experiment={name}_digits", *ROUNDS] for name in (
         "fedprox", "feddyn", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad", "fedavgm", "zerofl",
-        "heterofl", "fjord", "fedrolex", "depthfl")},
+        "heterofl", "fjord", "fedrolex", "depthfl", "scalefl")},
     "random_nas": ["experiment=random_nas_digits", *ROUNDS, "space.stem_channels=8", "method.models=1"],
     "fedoras_tasks": [*FEDORAS, "data.label_sets={pairs:[0,0,1,1,2,2,3,3,4,4]}", "space.heads=[5,10]",
                       "tiers.tasks=[pairs,all]"],
