@@ -43,6 +43,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "ditto",
             "per_fedavg",
             "knn_per",
+            "pfedme",
             "fedmn",
             "global_nas",
             "fednas",

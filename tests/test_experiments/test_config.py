@@ -273,6 +273,8 @@ PUBLIC = {
     "KnnPerConfig": "name neighbours scale",
     "LocalAdaptationConfig": "name adapt",
     "ObjectiveConfig": "name options",
+    "PFedMeConfig": "name train",
+    "PFedMeTrainingConfig": "pull inner_steps outer_lr beta momentum clip_norm schedule weighting",
     "PerFedAvgConfig": "name train adapt",
     "PerFedAvgTrainingConfig": "local_factor",
     "PrivacyConfig": "clip noise delta weight_cap least_coverage secure fraction_bits survivors accountant",

@@ -114,6 +114,7 @@ RUNS: dict[str, list[str]] = {
     "ditto_darts": ["method=ditto", *SILOS, "space.name=darts_v2_small", "space.channels=4",
                     "space.input_shape=[1,8,8]"],
     "per_fedavg": ["method=per_fedavg", *SILOS, *RESNET, *VALIDATED],
+    "pfedme": ["experiment=pfedme_digits", *SILOS, "space.stage_widths=[4,8]", *VALIDATED],
     "knn_per": ["method=knn_per", *SILOS, *RESNET],
     "fedmn": ["method=fedmn", *SILOS, *CELLS, "method.train.pretraining_rounds=1", *VALIDATED],
     "global_nas": ["method=global_nas", *SILOS, *CELLS, *SEARCH],
