@@ -42,8 +42,10 @@ class SpaceConfig:
     expansions: Annotated[
         list[Annotated[float, Interval(gt=0, le=1000)]] | None, "widths of a block, as shares of its stage's"
     ] = None
-    widths: Annotated[list[Annotated[float, SHARE]] | None, "width: shares of the channels, ascending to 1.0"] = None
-    scaler: Annotated[bool | None, "width: whether narrow layers are scaled up in training (HeteroFL)"] = None
+    widths: Annotated[
+        list[Annotated[float, SHARE]] | None, "width, split: shares of the channels, ascending to 1.0"
+    ] = None
+    scaler: Annotated[bool | None, "width, split: whether narrow layers are scaled up in training (HeteroFL)"] = None
     width_multiplier: Annotated[float | None, Interval(gt=0, le=1000), "factor on all channels"] = None
     norm: Annotated[str | None, NOT_EMPTY, "normalisation, such as batch or none"] = None
     initialisation: Annotated[str | None, NOT_EMPTY, "resnet: convolutions start as torch's or he's"] = None

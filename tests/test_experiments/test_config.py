@@ -301,6 +301,7 @@ PUBLIC = {
     ),
     "SpiderConfig": "name train search gains",
     "SpiderTrainingConfig": "pull keep_momentum own_start",
+    "SplitMixConfig": "name train",
     "SubnetConfig": "name architecture train",
     "SuperFedNASConfig": "name family separately train search evaluation",
     "SupernetConfig": "rounds epochs batch_size min_contributors weighting paths evaluate_paths communication",
