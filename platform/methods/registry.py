@@ -38,6 +38,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "fedrolex",
             "splitmix",
             "depthfl",
+            "feddf",
             "zerofl",
             "spider",
             "local_adaptation",

@@ -144,6 +144,7 @@ COMPARED = {
     "heterofl": ["experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true"],
     "fjord": ["experiment=fjord_digits", *TINY_WIDTHS, "method.train.selection=power_of_choice"],
     "fedrolex": ["experiment=fedrolex_digits", *TINY_WIDTHS, "method.train.selection=tier_quota"],
+    "feddf": ["experiment=feddf_digits", *TINY_WIDTHS, "method.distillation.steps=3"],
     "splitmix": ["experiment=splitmix_digits", *TINY_WIDTHS],
     "pfedme": ["experiment=pfedme_digits", *TINY_SMALL_SILOS, "method.train.beta=2"],
     "depthfl": [

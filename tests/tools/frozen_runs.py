@@ -137,7 +137,7 @@ RUNS: dict[str, list[str]] = {
     "tier_quota": [*FEDAVG, "tiers.count=2", "method.train.selection=tier_quota"],
     **{name: [f"experiment={name}_digits", *ROUNDS] for name in (
         "fedprox", "feddyn", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad", "fedavgm", "zerofl",
-        "heterofl", "fjord", "fedrolex", "splitmix", "depthfl")},
+        "heterofl", "fjord", "fedrolex", "splitmix", "feddf", "depthfl")},
     "random_nas": ["experiment=random_nas_digits", *ROUNDS, "space.stem_channels=8", "method.models=1"],
     "fedoras_tasks": [*FEDORAS, "data.label_sets={pairs:[0,0,1,1,2,2,3,3,4,4]}", "space.heads=[5,10]",
                       "tiers.tasks=[pairs,all]"],
