@@ -33,6 +33,7 @@ from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, Optimizer, batch_indices
+from fedloom.platform.data.on_device import moved, upload
 from fedloom.platform.data.trees import Tree, taken
 from fedloom.platform.federation.algorithm import (
     SUPERNET,
@@ -175,8 +176,9 @@ class Distill:
         batches = list(itertools.islice(batch_indices(len(samples), size, steps, generator), steps))
         drawn = torch.cat(batches).unique()  # the others need no teachers
         x = samples.tensors(drawn.numpy())[0]
-        batches = [torch.searchsorted(drawn, batch).to(worker.device) for batch in batches]
-        taught = self._taught(worker, assignment.state, x, len(drawn))
+        places = upload(torch.searchsorted(drawn, torch.cat(batches)), worker.device)
+        batches = list(places.split([len(batch) for batch in batches]))
+        taught = self._taught(worker, moved(assignment.state, worker.device), x, len(drawn))
         tensors = dict[str, Tensor]()
         for kind in self.kinds:
             network = OfKind(Subnet(kind, stand_alone=True)).on(worker, assignment)
@@ -254,11 +256,9 @@ class DistilledTraining(TrainingStage):
         merged = super().merge(state, plan, result)
         if not (isinstance(result.sums, KeptUpdates) and result.sums.kept):
             return merged
-        arrived = [r.client_id for r in result.client_results if r.client_id is not None and r.status == "ok"]
-        trained = {
-            a.client_id: cast(OfKind, cast(Train, a.task).network) for a in plan.assignments if a.client_id in arrived
-        }
-        teachers = tuple(trained[client_id].subnet.architecture for client_id in arrived)
+        answered = {r.client_id for r in result.client_results if r.status == "ok"}
+        tasks = [cast(Train, a.task) for a in plan.assignments if a.client_id is not None and a.client_id in answered]
+        teachers = tuple(cast(OfKind, task.network).subnet.architecture for task in tasks)
         networks = {f"{i}/{n}": t for i, update in enumerate(result.sums.kept) for n, t in update.tensors.items()}
         task = Distill(self.kinds, teachers, self.distillation)
         assignment = replace(for_server(self.name, state.round, task), state=networks)

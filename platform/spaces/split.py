@@ -74,7 +74,7 @@ class SplitSpace(SlicedSpace):
         return any(name.endswith("running_mean") for name in supernet_shapes(self))
 
     def _network(self, architecture: Architecture) -> nn.Module:
-        return Mix([self._base() for _ in range(self.num_bases(architecture))])
+        return Mix([self._base() for _ in range(self.num_bases(architecture))]).eval()  # as base nets are built
 
     def _base(self) -> nn.Module:
         share, sample = self.design.widths[0], samples_of(self, 2)

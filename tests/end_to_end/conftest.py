@@ -145,7 +145,11 @@ COMPARED = {
     "fjord": ["experiment=fjord_digits", *TINY_WIDTHS, "method.train.selection=power_of_choice"],
     "fedrolex": ["experiment=fedrolex_digits", *TINY_WIDTHS, "method.train.selection=tier_quota"],
     "feddf": ["experiment=feddf_digits", *TINY_WIDTHS, "method.distillation.steps=3"],
-    "splitmix": ["experiment=splitmix_digits", *TINY_WIDTHS],
+    "splitmix": [
+        "experiment=splitmix_digits",
+        *(o for o in TINY_WIDTHS if "bounds" not in o),
+        "tiers.upper_bounds=[5000,10000,14000,20000]",
+    ],
     "pfedme": ["experiment=pfedme_digits", *TINY_SMALL_SILOS, "method.train.beta=2"],
     "depthfl": [
         "experiment=depthfl_digits",

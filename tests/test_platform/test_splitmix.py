@@ -58,6 +58,11 @@ def test_a_mix_of_base_nets_has_their_mean_logits() -> None:
     assert [each.tolist() for each in single] == [[[2.0, 6.0]], [[10.0, -2.0]]]
 
 
+def test_all_parts_of_a_mix_are_in_one_mode_so_that_a_worker_can_change_it() -> None:
+    module = build_space(SPACE).build_subnet((1,))
+    assert {part.training for part in module.modules()} == {False}
+
+
 def test_widths_are_numbers_of_base_nets() -> None:
     space = with_bases(build_space(SPACE), "test")
     assert [space.num_bases(a) for a in space.enumerate()] == [1, 2, 4]
