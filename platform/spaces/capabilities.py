@@ -107,6 +107,18 @@ class HasExits(SearchSpace, Protocol):
         ...
 
 
+class HasBases(SearchSpace, Protocol):
+    """Subnets mix base nets, whose tensors are called bases.NUMBER.NAME: `forward(x, of_bases)` appends their logits.
+
+    A subnet's module is called with a list, to which it appends the logits (N, classes) of every base net in order; it
+    returns their mean.
+    """
+
+    def num_bases(self, architecture: Architecture) -> int:
+        """The number of base nets of a subnet."""
+        ...
+
+
 class HasBlocks(SearchSpace, Protocol):
     """Subnets keep a number of blocks per stage, each of one of several widths."""
 
@@ -163,6 +175,7 @@ summing_options: Need[SumsOptions] = Need(SumsOptions, "resnet18_modular or dart
 with_cells: Need[HasCells] = Need(HasCells, "darts_s2")
 with_depths: Need[HasDepths] = Need(HasDepths, "resnet_elastic")
 with_exits: Need[HasExits] = Need(HasExits, "cnn_depth, resnet_depth, cnn_scaled or resnet_scaled")
+with_bases: Need[HasBases] = Need(HasBases, "cnn_split or resnet_split")
 with_blocks: Need[HasBlocks] = Need(HasBlocks, "resnet_elastic")
 with_sorted_channels: Need[HasSortedChannels] = Need(HasSortedChannels, "resnet_elastic")
 

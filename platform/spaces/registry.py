@@ -95,6 +95,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "modular": ("resnet18_modular", "resnet18_modular_small"),
     "width": ("width", "cnn_width", "resnet_width", "lstm_width"),
+    "split": ("split", "cnn_split", "resnet_split"),
     "depth": ("cnn_depth", "resnet_depth", "cnn_scaled", "resnet_scaled"),
     "module": ("module",),
     "transformer": (

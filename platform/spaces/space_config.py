@@ -44,9 +44,9 @@ class SpaceConfig:
         list[Annotated[float, Interval(gt=0, le=1000)]] | None, "widths of a block, as shares of its stage's"
     ] = None
     widths: Annotated[
-        list[Annotated[float, SHARE]] | None, "width, scaled: shares of the channels, ascending to 1.0"
+        list[Annotated[float, SHARE]] | None, "width, scaled, split: shares of the channels, ascending to 1.0"
     ] = None
-    scaler: Annotated[bool | None, "width: whether narrow layers are scaled up in training (HeteroFL)"] = None
+    scaler: Annotated[bool | None, "width, split: whether narrow layers are scaled up in training (HeteroFL)"] = None
     coupled: Annotated[
         bool | None, "elastic: whether the depth of a stage decides the width of its blocks (CompOFA)"
     ] = None

@@ -116,6 +116,7 @@ RUNS: dict[str, list[str]] = {
     "ditto_darts": ["method=ditto", *SILOS, "space.name=darts_v2_small", "space.channels=4",
                     "space.input_shape=[1,8,8]"],
     "per_fedavg": ["method=per_fedavg", *SILOS, *RESNET, *VALIDATED],
+    "pfedme": ["experiment=pfedme_digits", *SILOS, "space.stage_widths=[4,8]", *VALIDATED],
     "knn_per": ["method=knn_per", *SILOS, *RESNET],
     "fedmn": ["method=fedmn", *SILOS, *CELLS, "method.train.pretraining_rounds=1", *VALIDATED],
     "global_nas": ["method=global_nas", *SILOS, *CELLS, *SEARCH],
@@ -138,7 +139,7 @@ RUNS: dict[str, list[str]] = {
     "tier_quota": [*FEDAVG, "tiers.count=2", "method.train.selection=tier_quota"],
     **{name: [f"experiment={name}_digits", *ROUNDS] for name in (
         "fedprox", "feddyn", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad", "fedavgm", "zerofl",
-        "heterofl", "fjord", "fedrolex", "depthfl", "scalefl")},
+        "heterofl", "fjord", "fedrolex", "splitmix", "feddf", "depthfl", "scalefl")},
     "random_nas": ["experiment=random_nas_digits", *ROUNDS, "space.stem_channels=8", "method.models=1"],
     "fedoras_tasks": [*FEDORAS, "data.label_sets={pairs:[0,0,1,1,2,2,3,3,4,4]}", "space.heads=[5,10]",
                       "tiers.tasks=[pairs,all]"],
