@@ -174,10 +174,10 @@ class Distill:
         generator = torch_stream(worker.spec.training_seed, "distillation", assignment.stage, assignment.round)
         size, steps = self.config.batch_size, self.config.steps
         batches = list(itertools.islice(batch_indices(len(samples), size, steps, generator), steps))
-        drawn = torch.cat(batches).unique()  # the others need no teachers
+        drawn = torch.unique(torch.cat(batches))  # the others need no teachers
         x = samples.tensors(drawn.numpy())[0]
         places = upload(torch.searchsorted(drawn, torch.cat(batches)), worker.device)
-        batches = list(places.split([len(batch) for batch in batches]))
+        batches = list(torch.split(places, [len(batch) for batch in batches]))
         taught = self._taught(worker, moved(assignment.state, worker.device), x, len(drawn))
         tensors = dict[str, Tensor]()
         for kind in self.kinds:
@@ -190,7 +190,7 @@ class Distill:
     def _taught(self, worker: Worker, state: Mapping[str, Tensor], x: Tree, count: int) -> Tensor:
         """The ensemble's mean logits (n, classes, ...)."""
         total: Tensor | None = None
-        places = torch.arange(count, device=worker.device).split(AT_ONCE)
+        places = torch.split(torch.arange(count, device=worker.device), AT_ONCE)
         for index, architecture in enumerate(self.teachers):
             network = Subnet(architecture, stand_alone=True).on(worker)
             worker.load(network.module, under(state, f"{index}/"), network.slices)
