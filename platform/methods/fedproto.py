@@ -116,7 +116,7 @@ def mean_features(network: Network, data: Samples, last: list[Tensor]) -> dict[i
         network.forward(x_B)
         batches.append(last[0])
     features = torch.cat(batches)
-    classes, counts = y.unique(return_counts=True)
+    classes, counts = torch.unique(y, return_counts=True)
     return {
         int(each): (features[y == each].double().mean(dim=0).float(), int(count))
         for each, count in zip(classes.tolist(), counts.tolist(), strict=True)

@@ -152,6 +152,11 @@ class TrainPersonal(Train):
     network: PersonalLayers
     personal_epochs: int = 0
 
+    @property
+    def subnet(self) -> Subnet:
+        """The whole network."""
+        return self.network.subnet
+
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds the shared tensors, the client's state the personal ones."""
         network, personal = self.network.on(worker, assignment), self.network.personal

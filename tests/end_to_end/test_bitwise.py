@@ -107,7 +107,7 @@ COMPARED = (
     *("splitmix", "feddf", "pfedme", "ofa", "transformers", "secure", "private"),
     *("personal_layers", "apfl", "fedproto"),
 )
-QUICK = ("scaffold", "private", "feddf", "apfl")
+QUICK = ("scaffold", "private", "feddf")
 """Those with the most state and arithmetic, and with work of the server; of the others a round would show the same."""
 
 

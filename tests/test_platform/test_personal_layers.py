@@ -18,6 +18,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.training_config import PrivacyConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.apfl import APFLConfig
 from fedloom.platform.methods.fedproto import FedProtoConfig, FedProtoTrainingConfig
@@ -335,7 +336,19 @@ def test_the_words_and_patterns_name_tensors_in_their_order(make_config: Make) -
     assert norms == {name for name in every if ".norm." in name}
 
 
-def test_processors_and_privacy_act_on_what_travels(make_config: Make, run_in_memory: Run) -> None:
+def test_privacy_bounds_what_travels_and_not_what_stays(make_config: Make, run_in_memory: Run) -> None:
+    private = PrivacyConfig(clip=1e-3)
+    world, _, state = run_in_memory(
+        make_config(personal("classifier", rounds=1, weighting="plain", privacy=private, clients_per_round=3))
+    )
+    fresh, weights = (dict(s.weights("supernet")) for s in (build_stages(world)[0].begin(RunState()), state))
+    shared = world.space.parameter_names & fresh.keys() - CLASSIFIER
+    assert 0 < sum((weights[n] - fresh[n]).square().sum().item() for n in shared) ** 0.5 <= 1.001e-3
+    own = kept(state, 0)
+    assert sum((own[n] - fresh[n]).square().sum().item() for n in CLASSIFIER) ** 0.5 > 0.01
+
+
+def test_processors_act_on_what_travels(make_config: Make, run_in_memory: Run) -> None:
     config = make_config(personal("classifier", rounds=1, processors=["sparsify"], options={"share": 0.5}))
     _, memory, state = run_in_memory(config)
     clients = memory.table("clients").query("stage == 'personal_layers'")
