@@ -32,6 +32,7 @@ LATER = (
     "processors",
     "local_warmup_steps",
     "local_cosine_to",
+    "lora",
 )
 """Keys that came after the first records, which are of runs without them."""
 LATER_WORDS = (("aggregator", "mean"), ("optimizer", "sgd"), ("optimizer_state", "fresh"), ("shards_per_client", 2))

@@ -31,6 +31,7 @@ from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob,
 from fedloom.platform.methods.tier_search import check_statistics
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.spaces.base import LeadingSpace
 from fedloom.platform.spaces.slices import Architecture, Weights, bytes_of, extract
 from fedloom.tiers.devices import EVALUATION_FACTOR
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.algorithm import RunState
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
-    from fedloom.platform.spaces.width import WidthSpace
 
 
 @dataclass
@@ -100,14 +100,12 @@ def tier_stages(
     return [training, models, EvaluationStage(world, evaluation, models.jobs, len(world.tiers))]
 
 
-def of_widths(space: SearchSpace, who: str) -> WidthSpace:
-    """The space, if its one decision is the width; ValueError for any other."""
-    from fedloom.platform.spaces.width import WidthSpace  # what other methods need not load
-
-    if not isinstance(space, WidthSpace):
+def of_widths(space: SearchSpace, who: str) -> LeadingSpace:
+    """The space, if its one decision is the width, or the rank of adapters; ValueError for any other."""
+    if not isinstance(space, LeadingSpace):
         raise ValueError(
             f"{who} cannot use space {space.name}, whose subnets are no widths of one network: choose "
-            "space.name=cnn_width, resnet_width, lstm_width, or width with a network of your own"
+            "space.name=cnn_width, resnet_width, lstm_width, width with a network of your own, or space.lora.ranks"
         )
     return space
 

@@ -272,6 +272,7 @@ PUBLIC = {
     "InnerStepsConfig": "steps lr",
     "KnnPerConfig": "name neighbours scale",
     "LocalAdaptationConfig": "name adapt",
+    "LoraConfig": "ranks layers trained alpha merged",
     "ObjectiveConfig": "name options",
     "PerFedAvgConfig": "name train adapt",
     "PerFedAvgTrainingConfig": "local_factor",
@@ -295,7 +296,7 @@ PUBLIC = {
         "name num_classes heads input_shape stem_channels stem_stride stage_layers stage_strides depthwise_link "
         "operators stage_widths depths expansions widths scaler width_multiplier norm initialisation bias channels "
         "embedding_size blocks patch_size attention_heads mlp_ratio head_shares kernel_size dropout embedding_dropout "
-        "tied cells nodes stem_multiplier affine modules build weights weights_names options"
+        "tied cells nodes stem_multiplier affine modules lora build weights weights_names options"
     ),
     "SpiderConfig": "name train search gains",
     "SpiderTrainingConfig": "pull keep_momentum own_start",
