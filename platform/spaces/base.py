@@ -143,6 +143,12 @@ class SearchSpace(Protocol):
         """A stand-alone module of one architecture: `forward(x)`; its tensor names are those of the supernet."""
         ...
 
+    def largest_network(self, seed: int) -> nn.Module:
+        """The stand-alone module of the largest architecture with its initial weights of this seed."""
+        module = self.build_subnet(self.largest)
+        module.load_state_dict(self.initial_subnet_weights(self.largest, torch.Generator().manual_seed(seed)))
+        return module
+
     @property
     def keeps_statistics(self) -> bool:
         """Whether a subnet's running statistics must be estimated before it is scored."""

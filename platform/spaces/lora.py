@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -27,9 +28,9 @@ from fedloom.platform.data.trees import Tree
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.spaces.base import LeadingSpace, Measure, SearchSpace, travelling
 from fedloom.platform.spaces.initialisation import on_meta
-from fedloom.platform.spaces.module import ModuleSpace, WithConstants, load_stored
+from fedloom.platform.spaces.module import WithConstants, load_stored
 from fedloom.platform.spaces.slices import Architecture, SlicedSupernet, SliceMap, Weights, extract, leading
-from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.platform.spaces.space_config import LoraConfig, SpaceConfig
 from fedloom.tiers.costs import CostTable
 
 DOWN, UP, MERGED = "lora_A", "lora_B", "lora_merged"
@@ -96,8 +97,9 @@ class LoraSpace(WithConstants, LeadingSpace):
 
     def fitted(self, config: Any, dataset: Any) -> tuple[SearchSpace, Any]:
         """The space of the fitted base."""
-        base, config = self.base.fitted(config, dataset)
-        return LoraSpace(config, base), config
+        base, fitted = self.base.fitted(without_adapters(config), dataset)
+        fitted = replace(fitted, lora=config.lora, weights=config.weights, weights_names=config.weights_names)
+        return LoraSpace(fitted, base), fitted
 
     def label(self, architecture: Architecture) -> str:
         """Such as `r=8`."""
@@ -105,12 +107,14 @@ class LoraSpace(WithConstants, LeadingSpace):
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
-    def _built(self, seed: int) -> nn.Module:
+    def largest_network(self, seed: int) -> nn.Module:
         """The base with adapters of the largest rank.
 
         Raises ValueError for layers that do not exist or are smaller than the rank.
         """
-        lora, module = self.config.lora, self._base_network(seed)
+        lora, module = self.config.lora, self.base.largest_network(seed)
+        if self.config.weights is not None:
+            load_stored(module, Path(self.config.weights).expanduser(), self.config.weights_names or {})
         linear = {name: part for name, part in module.named_modules() if type(part).forward is nn.Linear.forward}
         chosen = _named(lora.layers, linear, "space.lora.layers", "linear layer")
         whole = _named(lora.trained, dict(module.named_parameters()), "space.lora.trained", "tensor")
@@ -129,15 +133,6 @@ class LoraSpace(WithConstants, LeadingSpace):
                         f"{min(layer.weight.shape)}, or other space.lora.layers"
                     )
                 add_adapter(layer, most, scale, merged=lora.merged)
-        return module
-
-    def _base_network(self, seed: int) -> nn.Module:
-        if isinstance(self.base, ModuleSpace):
-            return self.base._built(seed)
-        module = self.base.build_subnet(self.base.largest)
-        module.load_state_dict(self.base.initial_subnet_weights(self.base.largest, torch.Generator().manual_seed(seed)))
-        if self.config.weights is not None:
-            load_stored(module, Path(self.config.weights).expanduser(), self.config.weights_names or {})
         return module
 
     def _of_rank(self, module: nn.Module, architecture: Architecture) -> nn.Module:
@@ -209,6 +204,11 @@ class LoraSpace(WithConstants, LeadingSpace):
         first = costs[0]
         of_peaks = measure.join((1.0, 1.0)) == 1.0
         return measure.table(first, [[cost if of_peaks else cost - first for cost in costs]])
+
+
+def without_adapters(config: SpaceConfig) -> SpaceConfig:
+    """The configuration of the base; the adapters' space loads stored weights into it."""
+    return replace(config, lora=LoraConfig(), weights=None, weights_names=None)
 
 
 def _named(patterns: Iterable[str], among: Mapping[str, object], key: str, what: str) -> dict[str, None]:

@@ -55,14 +55,13 @@ class WithConstants(SearchSpace):
     """A batch on whose first sample costs are measured; zeros of the input shape until the data are known."""
 
     @abstractmethod
-    def _built(self, seed: int) -> nn.Module:
-        """The largest network, with torch's generator at this seed."""
+    def largest_network(self, seed: int) -> nn.Module: ...
 
     @cached_property
     def _template(self) -> nn.Module:
         """The network with its constants; nobody trains it."""
         with torch.device("cpu"):  # even if a module without values asks first
-            return self._built(CONSTANTS_SEED)
+            return self.largest_network(CONSTANTS_SEED)
 
     @property
     def slices_tensors(self) -> bool:
@@ -130,7 +129,7 @@ class WithConstants(SearchSpace):
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
         """The tensors that are sent, of a network that is built with this generator's seed."""
         with torch.device("cpu"):
-            module = self._built(generator.initial_seed() % 2**63)
+            module = self.largest_network(generator.initial_seed() % 2**63)
         return {name: tensor.detach().clone() for name, tensor in travelling(module).items()}
 
     # -- costs ------------------------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ class ModuleSpace(WithConstants, FixedSpace):
         config = replace(config, num_classes=dataset.num_classes)
         return ModuleSpace(config), config
 
-    def _built(self, seed: int) -> nn.Module:
+    def largest_network(self, seed: int) -> nn.Module:
         """What the user's function gives with torch's generator at this seed; PluginError if it is no module."""
         path = self.config.build or ""
         with torch.random.fork_rng(devices=[]), blaming("network", path):

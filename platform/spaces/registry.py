@@ -1,7 +1,6 @@
 """The registry of search spaces by name, and tests of a user's own before a run starts."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -122,11 +121,8 @@ def build_space(config: SpaceConfig) -> SearchSpace:
 def untried_space(config: SpaceConfig) -> SearchSpace:
     """As `build_space`, without a trial."""
     if config.lora != LoraConfig():
-        from fedloom.platform.spaces.lora import LoraSpace  # what few runs need
+        from fedloom.platform.spaces.lora import LoraSpace, without_adapters  # what few runs need
 
-        base = replace(config, lora=LoraConfig())
-        if config.name != "module":  # whose function gives the base with its weights
-            base = replace(base, weights=None, weights_names=None)
-        return LoraSpace(config, untried_space(base))
+        return LoraSpace(config, untried_space(without_adapters(config)))
     builder = SPACES.make(component_specs([(SPACES, config.name)], config.options, "space.options")[0])
     return builder(config)
