@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from fedloom.platform.data.trees import Tree
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.spaces.base import LeadingSpace, Measure, SearchSpace, travelling
+from fedloom.platform.spaces.capabilities import Pair
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.module import WithConstants, load_stored
 from fedloom.platform.spaces.slices import Architecture, SlicedSupernet, SliceMap, Weights, extract, leading
@@ -42,35 +43,42 @@ SHOWN = 8
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
+class AdaptedLinear(nn.Linear):
+    """A linear layer with an adapter: W x + s B A x, with W the base's weight, and what was merged, if anything is."""
+
+    lora_A: Tensor  # noqa: N815  # as in peft
+    lora_B: Tensor  # noqa: N815
+    lora_merged: Tensor | None
+    lora_scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.lora_merged is None else self.weight + self.lora_merged
+        return F.linear(x, weight, self.bias) + self.lora_scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+
 def add_adapter(layer: nn.Linear, rank: int, scale: float, *, merged: bool = False) -> None:
     """Gives a linear layer an adapter of this rank, drawn from torch's generator: A as Kaiming's layers, B zero.
 
-    The layer stays what it is, so that a network that looks at its weight finds it.
+    The layer stays the same object, with the names of its tensors.
     """
-    down = torch.empty(rank, layer.in_features, dtype=layer.weight.dtype)
+    weight = layer.weight.detach()
+    down = weight.new_empty(rank, layer.in_features)
     nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+    layer.__class__ = AdaptedLinear
     layer.register_parameter(DOWN, nn.Parameter(down))
-    layer.register_parameter(UP, nn.Parameter(layer.weight.new_zeros(layer.out_features, rank)))
-    if merged:
-        layer.register_buffer(MERGED, torch.zeros_like(layer.weight, requires_grad=False))
-    layer.lora_scale = scale  # type: ignore[assignment]  # a plain attribute
-    layer.register_forward_hook(_adapted)
+    layer.register_parameter(UP, nn.Parameter(weight.new_zeros(layer.out_features, rank)))
+    layer.register_buffer(MERGED, torch.zeros_like(weight) if merged else None)
+    layer.lora_scale = scale  # type: ignore[assignment]  # a plain number
+    # Torch's encoder layers are scored by a function that reads the weights of their layers, unless one has a hook.
+    layer.register_forward_hook(_nothing)
 
 
-def _adapted(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    x = inputs[0]
-    output = output + layer.lora_scale * F.linear(F.linear(x, layer.lora_A), layer.lora_B)
-    return output + F.linear(x, layer.lora_merged) if hasattr(layer, MERGED) else output
+def _nothing(_layer: nn.Module, _inputs: object, _output: object) -> None: ...
 
 
-def adapted_layers(module: nn.Module) -> dict[str, nn.Linear]:
+def adapted_layers(module: nn.Module) -> dict[str, AdaptedLinear]:
     """The layers with adapters, by name."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear) and hasattr(part, DOWN)}
-
-
-def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The names of B and A of every layer, given the names of tensors."""
-    return [(name.removesuffix(DOWN) + UP, name) for name in names if name.endswith(f".{DOWN}") or name == DOWN]
+    return {name: part for name, part in module.named_modules() if isinstance(part, AdaptedLinear)}
 
 
 # -- spaces -----------------------------------------------------------------------------------------------------------
@@ -89,6 +97,7 @@ class LoraSpace(WithConstants, LeadingSpace):
                 f"space.lora.ranks={config.lora.ranks}: give the adapters' ranks in ascending order, such as [4,8,16]"
             )
         self.ranks, self.options = tuple(ranks), (len(ranks),)
+        self.adapter_scale = 1.0 if config.lora.alpha is None else config.lora.alpha / ranks[-1]
 
     @property
     def input_shape(self) -> Any:  # type: ignore[override]  # shapes by name for several inputs
@@ -121,7 +130,6 @@ class LoraSpace(WithConstants, LeadingSpace):
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in whole)
         most = self.ranks[-1]
-        scale = 1.0 if lora.alpha is None else lora.alpha / most
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             for name in chosen:
@@ -132,7 +140,7 @@ class LoraSpace(WithConstants, LeadingSpace):
                         f"{layer.out_features} outputs, of which {most} is no low rank: give at most "
                         f"{min(layer.weight.shape)}, or other space.lora.layers"
                     )
-                add_adapter(layer, most, scale, merged=lora.merged)
+                add_adapter(layer, most, self.adapter_scale, merged=lora.merged)
         return module
 
     def _of_rank(self, module: nn.Module, architecture: Architecture) -> nn.Module:
@@ -140,9 +148,8 @@ class LoraSpace(WithConstants, LeadingSpace):
         self.validate(architecture)
         rank = self.ranks[architecture[0]]
         for layer in adapted_layers(module).values():
-            down, up = layer.get_parameter(DOWN).detach(), layer.get_parameter(UP).detach()
-            setattr(layer, DOWN, nn.Parameter(down[:rank].clone()))
-            setattr(layer, UP, nn.Parameter(up[:, :rank].clone()))
+            layer.lora_A = nn.Parameter(layer.lora_A.detach()[:rank].clone())
+            layer.lora_B = nn.Parameter(layer.lora_B.detach()[:, :rank].clone())
         return module
 
     def _network(self, architecture: Architecture) -> nn.Module:
@@ -191,9 +198,15 @@ class LoraSpace(WithConstants, LeadingSpace):
     def rolled(self, weights: Weights, step: int) -> dict[str, Tensor]:
         """The weights after all ranks have moved `step` places to the front, the first ones to the end."""
         parts = dict(weights)
-        for up, down in pairs_of(weights):
+        for up, down, _ in self.pairs if weights else ():  # none in a dry run
             parts[up], parts[down] = weights[up].roll(-step, 1).contiguous(), weights[down].roll(-step, 0).contiguous()
         return parts
+
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The names of every layer's B, A and merged sum."""
+        prefixes = [name.removesuffix(DOWN) for name in self.parameter_names if name.rpartition(".")[2] == DOWN]
+        return tuple(Pair(*(f"{prefix}{kind}" for kind in (UP, DOWN, MERGED))) for prefix in sorted(prefixes))
 
     # -- costs ------------------------------------------------------------------------------------------------------
 

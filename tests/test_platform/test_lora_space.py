@@ -112,6 +112,37 @@ def test_training_starts_from_the_networks_own_weights_and_loras() -> None:
     assert not modules[0].body.weight.requires_grad
 
 
+def encoder(_input_shape: object, num_classes: int) -> nn.Module:
+    """Torch's own encoder, whose layers are scored by one function that reads their weights."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Flatten(1, 2), layer, nn.Flatten(), nn.Linear(64, num_classes))
+
+
+def test_torchs_encoder_layers_are_scored_with_their_adapters() -> None:
+    space = own_space(replace(SPACE, build=f"{__name__}:encoder", lora=LoraConfig(ranks=[2], layers=["1.linear?"])))
+    weights, module = drawn(space), space.build_subnet((0,))
+    module.load_state_dict(weights, strict=False)
+    x = torch.randn(3, 1, 8, 8)
+    trained = module.train()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x), trained.detach())
+    assert [*weights] == [f"1.linear{i}.lora_{kind}" for i in (1, 2) for kind in "AB"]
+
+
+def test_a_merged_sum_is_part_of_the_weight_and_costs_no_macs() -> None:
+    space = own_space(replace(SPACE, lora=replace(LORA, merged=True)))
+    plain, x = own_space(), torch.randn(3, 1, 8, 8)
+    assert space.cost_table("macs") == plain.cost_table("macs")
+    assert space.cost_table("bytes").smallest - plain.cost_table("bytes").smallest == 4 * 64 * 12
+    assert "body.lora_merged" not in space.parameter_names
+    weights = drawn(space)
+    module = space.build_subnet((2,))
+    module.load_state_dict(weights, strict=False)
+    added = weights["body.lora_merged"] + 1.5 * weights["body.lora_B"] @ weights["body.lora_A"]
+    hidden = F.linear(x.flatten(1), module.body.weight + added, module.body.bias).relu()
+    torch.testing.assert_close(module(x), module.head(hidden), rtol=1e-5, atol=1e-5)
+
+
 def test_the_order_of_ranks_does_not_matter_to_the_largest() -> None:
     space = own_space()
     weights = drawn(space)
