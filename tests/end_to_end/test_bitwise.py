@@ -102,7 +102,10 @@ def test_compiled_networks_give_the_same_bits_on_two_actors(
     assert not clients[of_one]["loss"].equals(alone[of_one]["loss"])
 
 
-COMPARED = ("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "secure", "private")
+COMPARED = (
+    *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "hetlora", "flexlora"),
+    *("flora", "secure", "private"),
+)
 QUICK = ("scaffold", "private")
 """Those with the most state and the most arithmetic; of the others a round would show the same."""
 
