@@ -25,10 +25,10 @@ from fedloom.platform.methods.ofa import (
     opened_in,
 )
 from fedloom.platform.methods.registry import build_stages, check_space
+from fedloom.platform.methods.shares import SharesConfig
 from fedloom.platform.methods.superfednas import (
     DistributionConfig,
     ElasticTrainingConfig,
-    SharesConfig,
     ShrinkingConfig,
     SuperFedNASConfig,
 )
