@@ -135,6 +135,13 @@ TINY_WIDTHS = [
     "tiers.upper_bounds=[5000,15000,30000,60000]",
 ]
 
+TINY_ADAPTERS = [
+    *(o for o in TINY_FEDAVG if not o.startswith(("experiment", "space", "tiers.count"))),
+    *("experiment=heterofl_vit_digits", "space.widths=[1.0]", "space.embedding_size=8", "space.attention_heads=2"),
+    *("space.lora.ranks=[1,2,4]", "space.lora.layers=[stages.*]", "space.lora.trained=[head.*]"),
+    *("space.lora.merged=true", "tiers.upper_bounds=[71248,76368,86608]"),
+]
+
 KEPT_ADAM = ["method.train.optimizer=adamw", "method.train.lr=0.01", "method.train.optimizer_state=kept"]
 PRIVATE = ["clip=0.5", "noise=0.2", "weight_cap=100"]
 
@@ -165,6 +172,9 @@ COMPARED = {
         "space.stage_widths=[4,6,8,10]",
         "tiers.upper_bounds=[15000,22000,25000,30000]",
     ],
+    "hetlora": ["method=hetlora", *TINY_ADAPTERS, "method.penalty=2.0"],
+    "flexlora": ["method=flexlora", *TINY_ADAPTERS],
+    "flora": ["method=flora", *TINY_ADAPTERS],
     "transformers": [
         "experiment=superfednas_vit_digits",
         *(o for o in TINY_CNN if not o.startswith("space")),

@@ -104,6 +104,7 @@ def test_compiled_networks_give_the_same_bits_on_two_actors(
 
 COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "scalefl"),
+    *("hetlora", "flexlora", "flora"),
     *("splitmix", "feddf", "pfedme", "ofa", "transformers", "secure", "private"),
     *("personal_layers", "apfl", "fedproto"),
 )

@@ -273,10 +273,14 @@ PUBLIC = {
     "FjordConfig": "name distillation temperature",
     "GainConfig": "epochs clients lr start tune_own epoch",
     "GlobalNasConfig": "name train search",
+    "FLoRAConfig": "name",
+    "FlexLoRAConfig": "name",
+    "HetLoRAConfig": "name decay penalty norm_weights",
     "HeteroFLConfig": "name dynamic train",
     "InnerStepsConfig": "steps lr",
     "KnnPerConfig": "name neighbours scale",
     "LocalAdaptationConfig": "name adapt",
+    "LoraConfig": "ranks layers trained alpha merged",
     "OFAConfig": "name family train search evaluation",
     "OFATrainingConfig": "full_share depth_share subnets_per_batch teaching sort_channels evaluate",
     "ObjectiveConfig": "name options",
@@ -307,7 +311,7 @@ PUBLIC = {
         "name num_classes heads input_shape stem_channels stem_stride stage_layers stage_strides depthwise_link "
         "operators stage_widths depths expansions widths scaler coupled width_multiplier norm initialisation bias "
         "channels embedding_size blocks patch_size attention_heads mlp_ratio head_shares kernel_size dropout "
-        "embedding_dropout tied cells nodes stem_multiplier affine modules build weights weights_names options"
+        "embedding_dropout tied cells nodes stem_multiplier affine modules lora build weights weights_names options"
     ),
     "SpiderConfig": "name train search gains",
     "SpiderTrainingConfig": "pull keep_momentum own_start",

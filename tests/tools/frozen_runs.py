@@ -70,6 +70,12 @@ TRANSFER = [
     "method.model=tier2-fine_tuned", "space.stem_channels=8", "tiers.count=2",
 ]  # fmt: skip
 
+ADAPTERS = [
+    "experiment=heterofl_vit_digits", *ROUNDS[1:], "space.embedding_size=8", "space.attention_heads=2",
+    "space.lora.ranks=[1,2,4]", "space.lora.layers=[stages.*]", "space.lora.trained=[head.*]",
+    "tiers.upper_bounds=[71248,76368,86608]",
+]  # fmt: skip
+
 RUNS: dict[str, list[str]] = {
     "fedavg": ["method=fedavg", *DIGITS, "space.stem_channels=8", "method.train.rounds=3",
                "method.train.evaluate_every=2", "method.train.schedule=cosine"],
@@ -104,6 +110,9 @@ RUNS: dict[str, list[str]] = {
                   "data.num_clients=4", "data.sequence_length=16", "space.input_shape=[16]", "space.embedding_size=8",
                   "tiers.upper_bounds=[40000,80000]", "method.train.rounds=2",
                   "method.train.clients_per_round=3", "method.train.epochs=1", "method.train.evaluate_every=1"],
+    "hetlora": [*ADAPTERS, "method=hetlora", "method.penalty=2.0"],
+    "flexlora": [*ADAPTERS, "method=flexlora"],
+    "flora": [*ADAPTERS, "method=flora", "space.lora.merged=true"],
     "superfednas_dry_run": ["experiment=superfednas_cifar10", *CIFAR, "dry_run=true", "method.train.rounds=20",
                             "tiers.paths=1000"],
     "fedoras_dry_run": [*FEDORAS, "dry_run=true"],
