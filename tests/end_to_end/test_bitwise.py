@@ -106,6 +106,7 @@ COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "scalefl"),
     *("hetlora", "flexlora", "flora"),
     *("splitmix", "feddf", "pfedme", "ofa", "transformers", "secure", "private"),
+    *("personal_layers", "apfl", "fedproto"),
 )
 QUICK = ("scaffold", "private", "feddf")
 """Those with the most state and arithmetic, and with work of the server; of the others a round would show the same."""
