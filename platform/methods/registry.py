@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any, get_args
 
+from fedloom.platform.federation.algorithm import TrainingStage
 from fedloom.platform.federation.method import Kind, Method, Own, SharedTraining, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_import_path, resolve
@@ -107,10 +108,18 @@ def build_stages(world: World) -> list[Stage]:
         )
     check_settings(config, "method.")
     if not is_import_path(config.name):
-        return method.stages(config, world)
-    with blaming("method", config.name, spare=ValueError):
         stages = method.stages(config, world)
-    return _checked_stages(stages, f"method {config.name!r}")
+    else:
+        with blaming("method", config.name, spare=ValueError):
+            stages = method.stages(config, world)
+        stages = _checked_stages(stages, f"method {config.name!r}")
+    honest = next((s.name for s in stages if getattr(s, "trains", False) and not isinstance(s, TrainingStage)), None)
+    if world.attackers and honest is not None:
+        raise ValueError(
+            f"attack.share={world.config.attack.share:g}: the clients of {honest} ({config.name}) know no attacks; set "
+            "it to 0, or use a method of one shared model"
+        )
+    return stages
 
 
 def _checked_stages(stages: Any, blame: str) -> list[Stage]:
