@@ -63,9 +63,11 @@ def bulyan(
 
 def _closest(ordered_s: Tensor, centre: Tensor, count: int) -> Tensor:
     """So many of the values that are closest to the centre: in ascending order they are neighbours."""
-    starts = range(len(ordered_s) - count + 1)
-    reach_s = torch.stack([torch.maximum(centre - ordered_s[i], ordered_s[i + count - 1] - centre) for i in starts])
-    first = reach_s.argmin(dim=0)
+    first = torch.zeros(centre.shape, dtype=torch.int64)
+    nearest = torch.full_like(centre, torch.inf)
+    for start in range(len(ordered_s) - count + 1):
+        reach = torch.maximum(centre - ordered_s[start], ordered_s[start + count - 1] - centre)
+        first, nearest = torch.where(reach < nearest, start, first), torch.minimum(reach, nearest)
     return ordered_s.gather(0, first + torch.arange(count).view(-1, *[1] * centre.dim()))
 
 

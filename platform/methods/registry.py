@@ -113,11 +113,11 @@ def build_stages(world: World) -> list[Stage]:
         with blaming("method", config.name, spare=ValueError):
             stages = method.stages(config, world)
         stages = _checked_stages(stages, f"method {config.name!r}")
-    honest = next((s.name for s in stages if getattr(s, "trains", False) and not isinstance(s, TrainingStage)), None)
-    if world.attackers and honest is not None:
+    trained = [stage for stage in stages if getattr(stage, "trains", False)]
+    if world.attackers and (method.kind == "silos" or not all(isinstance(s, TrainingStage) for s in trained)):
         raise ValueError(
-            f"attack.share={world.config.attack.share:g}: the clients of {honest} ({config.name}) know no attacks; set "
-            "it to 0, or use a method of one shared model"
+            f"attack.share={world.config.attack.share:g}: the clients of {config.name} know no attacks; set it to 0, or "
+            "use a method whose clients train one shared model"
         )
     return stages
 

@@ -145,6 +145,11 @@ COMPARED = {
         "space.stage_widths=[4,6,8,10]",
         "tiers.upper_bounds=[15000,22000,25000,30000]",
     ],
+    "robust": [
+        *(o for o in TINY_ELASTIC if not o.startswith(("method.search", "method.family"))),
+        *("method.family=[smallest]", "method.search.samples=0", "method.train.min_contributors=2"),
+        *("method.train.aggregator=rfa", "attack.share=0.3", "attack.name=alie", "attack.options.z=1.0"),
+    ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
     "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],
 }
