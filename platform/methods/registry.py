@@ -34,15 +34,23 @@ METHODS: Mapping[str, Method] = Shipped(
             "random_nas",
             "transfer",
             "superfednas",
+            "ofa",
             "heterofl",
             "fjord",
             "fedrolex",
+            "splitmix",
             "depthfl",
+            "hetlora",
+            "flexlora",
+            "flora",
+            "scalefl",
+            "feddf",
             "zerofl",
             "spider",
             "local_adaptation",
             "ditto",
             "per_fedavg",
+            "pfedme",
             "knn_per",
             "fedmn",
             "global_nas",
@@ -116,8 +124,8 @@ def build_stages(world: World) -> list[Stage]:
     trained = [stage for stage in stages if getattr(stage, "trains", False)]
     if world.attackers and (method.kind == "silos" or not all(isinstance(s, TrainingStage) for s in trained)):
         raise ValueError(
-            f"attack.share={world.config.attack.share:g}: the clients of {config.name} know no attacks; set it to 0, or "
-            "use a method whose clients train one shared model"
+            f"attack.share={world.config.attack.share:g}: the clients of {config.name} know no attacks: set it to 0, "
+            "or use a method whose clients train one shared model"
         )
     return stages
 
