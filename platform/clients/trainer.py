@@ -79,14 +79,27 @@ class Train:
         if self.processors:
             assert result.update is not None, "it has trained"
             before = received(worker, trained.network, weights)
-            traffic = Traffic(result.bytes_down, result.bytes_up, trained.num_parameters)
-            message = Message(client_of(assignment), result.update, before, trained.parameters, traffic)
+            parameters = tuple(name for name in trained.parameters if name in result.update.tensors)
+            scalars = sum(result.update.tensors[name].numel() for name in parameters)
+            message = Message(
+                client_of(assignment),
+                result.update,
+                before,
+                parameters,
+                Traffic(result.bytes_down, result.bytes_up, scalars, len(parameters)),
+                worker.spec.training_seed,
+                assignment.stage,
+                assignment.round,
+                trained.client.kept,
+            )
             try:
                 message = sent(self.processors, message)
             except OverflowError as error:
                 raise TaskError(str(error)) from error
             down_bytes, up_bytes = message.traffic.down_bytes, message.traffic.up_bytes
-            result = replace(result, update=message.update, bytes_down=down_bytes, bytes_up=up_bytes)
+            # Processors may have begun to keep state, beside that of the local rule.
+            state = {**(result.state or {}), **trained.state} or None
+            result = replace(result, update=message.update, bytes_down=down_bytes, bytes_up=up_bytes, state=state)
         if self.validation == "scored":
             result = replace(result, measurements=validation_scores(worker, assignment, trained.network))
         return result
@@ -102,7 +115,11 @@ class Train:
         cost, rule = self.network.account(worker, assignment, batches), local_rule(self.local.rule)
         samples = sum(batches) // self.local.epochs
         sent_bytes = int(cost.size_bytes) + len(rule.shared) * FLOAT_BYTES * cost.parameters
-        traffic = expected_traffic(self.processors, Traffic(sent_bytes, sent_bytes, cost.parameters))
+        traffic = Traffic(sent_bytes, sent_bytes, cost.parameters, 0)
+        if self.processors:
+            trained = worker.space.parameter_names
+            tensors = sum(piece.source in trained for piece in self.network.held(worker.space).values())
+            traffic = expected_traffic(self.processors, traffic._replace(tensors=tensors))
         return ClientResult(
             samples=samples,
             steps=len(batches),
@@ -203,7 +220,7 @@ class TrainedNetwork:
 
     @property
     def state(self) -> ClientState:
-        """The client's state of the local rule and of the optimiser."""
+        """The client's state of the local rule, of the optimiser and of processors."""
         return {f"{STATE}{name}": tensor for name, tensor in self.client.state.items()}
 
     @property

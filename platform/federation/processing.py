@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.privacy import SPENT, DifferentialPrivacy, accounting, expected_weights
-from fedloom.platform.averaging.processors import Processors, ServerContext, processor
+from fedloom.platform.averaging.processors import Processors, ServerContext, check_order, processor
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.averaging.weighting import weighting_traits
 from fedloom.platform.clients.local_rules import local_rule, place_of, refuse_parts
@@ -45,14 +45,21 @@ class Processing:
         """Raises ValueError for processors that do not fit the stage."""
         self.world, self.config, self.stage, self.eligible = world, config, stage, eligible
         self.processors: Processors = tuple(processor(choice) for choice in rules.processors)
-        for each in self.processors:
+        self.named = [(choice.name, each) for choice, each in zip(rules.processors, self.processors, strict=True)]
+        check_order(self.named, rules.key)
+        for name, each in self.named:
             if each.shortens_updates:
                 refuse_parts(rules.local, rules.key, type(each).__name__, "sgd or fedprox")
+                if selection_traits(rules.selection.name).shortens_updates:
+                    raise ValueError(
+                        f"{rules.key}.processors: {name} and {rules.key}.selection={rules.selection.name} both choose "
+                        "which changes are sent: leave one out"
+                    )
         privacy = config.privacy
         if self.processors and privacy.secure:
             raise ValueError(
-                f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point; use it without "
-                f"{rules.key}.processors"
+                f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point, as residues that no code "
+                f"makes smaller; use it without {rules.key}.processors"
             )
         if privacy.clip is not None or privacy.secure or privacy.noise:
             self.processors += privacy_processors(world, config, rules, stage, eligible)
@@ -97,6 +104,8 @@ class Processing:
                 f"privacy and processors: the clients of {self.stage} send more than the change of one network; leave "
                 "them out"
             )
+        own = [(type(each).__name__.lower(), each) for each in task.processors]
+        check_order([*own, *self.named], f"method of {self.stage}")
         privacy = self.config.privacy
         if task.share > 1 and privacy.clip is not None:
             raise ValueError(

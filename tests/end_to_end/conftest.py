@@ -145,6 +145,10 @@ COMPARED = {
         "space.stage_widths=[4,6,8,10]",
         "tiers.upper_bounds=[15000,22000,25000,30000]",
     ],
+    "compressed": [
+        *("experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true", "method.train.processors=[top_k,qsgd]"),
+        "method.train.options.share=0.2",
+    ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
     "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],
 }

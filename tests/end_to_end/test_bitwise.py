@@ -102,8 +102,11 @@ def test_compiled_networks_give_the_same_bits_on_two_actors(
     assert not clients[of_one]["loss"].equals(alone[of_one]["loss"])
 
 
-COMPARED = ("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "secure", "private")
-QUICK = ("scaffold", "private")
+COMPARED = (
+    *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "secure", "private"),
+    "compressed",
+)
+QUICK = ("scaffold", "private", "compressed")
 """Those with the most state and the most arithmetic; of the others a round would show the same."""
 
 

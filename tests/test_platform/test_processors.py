@@ -42,14 +42,14 @@ def message() -> Message:
     received = {"w": torch.zeros(4), "n": torch.tensor(3)}
     tensors = {"w": torch.tensor([1.0, -4.0, 0.3, 2.0]), "n": torch.tensor(5)}
     update = Update(tensors, {"w": Slice("w"), "n": Slice("n")}, {"w": 1.0, "n": 1.0})
-    return Message(0, update, received, ("w",), Traffic(24, 24, 4))
+    return Message(0, update, received, ("w",), Traffic(24, 24, 4, 1))
 
 
 def test_sparsify_keeps_the_largest_changes_and_counts_them_and_their_places() -> None:
     done = sent((Sparsify(share=0.5),), message())
     assert done.update.tensors["w"].tolist() == [0.0, -4.0, 0.0, 2.0]
-    assert done.traffic == Traffic(24, 24 - 2 * 4 + 1, 2), "a mask of one byte says which two were left out"
-    assert expected_traffic((Sparsify(share=0.5),), Traffic(24, 24, 4)) == done.traffic
+    assert done.traffic == Traffic(24, 24 - 2 * 4 + 1, 2, 1), "a mask of one byte says which two were left out"
+    assert expected_traffic((Sparsify(share=0.5),), Traffic(24, 24, 4, 1)) == done.traffic
 
 
 def test_a_quantiser_of_ones_own_rounds_to_steps_of_the_largest_change() -> None:
@@ -58,8 +58,8 @@ def test_a_quantiser_of_ones_own_rounds_to_steps_of_the_largest_change() -> None
     done = sent((Quantise(bits=3),), message())
     steps = done.update.tensors["w"] / (4 / 3)
     assert steps.tolist() == pytest.approx([1.0, -3.0, 0.0, 2.0])  # .75, -3, .225 and 1.5 steps, halves to even
-    assert done.traffic == Traffic(24, 24 - 16 + 2 + 4, 4)
-    assert expected_traffic((Quantise(bits=3),), Traffic(24, 24, 4)) == done.traffic
+    assert done.traffic == Traffic(24, 24 - 16 + 2 + 4, 4, 1)
+    assert expected_traffic((Quantise(bits=3),), Traffic(24, 24, 4, 1)) == done.traffic
     assert len((PLUGINS / "quantise.py").read_text().splitlines()) <= 30
 
 
