@@ -1,4 +1,4 @@
-"""Compression of clients' changes: top-k with error feedback, QSGD, uniform steps; and what may come before it.
+"""Compression of what clients send and receive: top-k with error feedback, QSGD, uniform steps; what may come before.
 
 top_k (Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory", Alg. 1; here of a round's change instead of a
 step's gradient), with the client's memory m, at first 0:
@@ -20,6 +20,16 @@ with its sign takes the smallest whole number of bits that tells all of them apa
 scale. (QSGD's Elias code is shorter where most levels are 0; its length depends on the values, so that it could not be
 known before a run.) Buffers such as running statistics, and what local rules send, travel as they are.
 
+**From the server.** With `direction` down or both, quantisers also encode the shared weights, once per round, as
+whole tensors; clients start from slices of what is decoded, and a slice costs its own levels and the scales of its
+tensors. The server keeps the exact weights w and adds the mean change to them, so that what was rounded off is in the
+next round's message (its error feedback; w is its memory):
+
+    server:  w' <- decoded(encoded(w)), to all clients
+             w <- w + mean change from w' where clients cover it
+
+top_k has no such direction: clients that were not in all rounds before have nothing to which it could add.
+
 **Slices.** The memory has the coordinates of the shared weights: a client that trains other slices in a later round
 adds what it has not sent of these. **Privacy.** The clipping of `method.train.privacy` comes last and bounds what
 arrives, that from the memory as well; what it cuts off is not remembered.
@@ -35,10 +45,19 @@ from annotated_types import Interval
 from torch import Tensor
 
 from fedloom.platform.averaging.privacy import clip_changes
-from fedloom.platform.averaging.processors import Message, Processor, Traffic, smallest, with_fewer_changes
+from fedloom.platform.averaging.processors import (
+    Message,
+    Payload,
+    Processor,
+    ServerContext,
+    Traffic,
+    smallest,
+    with_fewer,
+)
 from fedloom.platform.data.on_device import upload
+from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, SHARE, ZERO_OR_MORE
-from fedloom.platform.spaces.slices import FLOAT_BYTES
+from fedloom.platform.spaces.slices import FLOAT_BYTES, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +105,7 @@ class TopK(Processor):
         return replace(message, traffic=self.expected(message.traffic))
 
     def expected(self, traffic: Traffic) -> Traffic:
-        return with_fewer_changes(traffic, self.share)
+        return traffic._replace(up=with_fewer(traffic.up, self.share))
 
 
 @dataclass(frozen=True)
@@ -121,9 +140,15 @@ def quantised_bytes(scalars: int, tensors: int, s: int) -> int:
     return -(-bits * scalars // 8) + FLOAT_BYTES * tensors
 
 
+Direction = Literal["up", "down", "both"]
+"""What is encoded: clients' changes, the server's weights, or both."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quantiser(Processor):
     """Base of processors that send levels; override `s` and `scale_of`."""
 
+    direction: Annotated[Direction, "encodes what clients send (up), what they receive (down), or both"] = "up"
     kind = "quantise"
 
     @property
@@ -135,16 +160,34 @@ class Quantiser(Processor):
         """What the highest level of a tensor stands for."""
         raise NotImplementedError
 
+    def read(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """A tensor as the other side reads it."""
+        return encoded(values, self.scale_of(values), self.s, generator).decoded()
+
+    @torch.no_grad()
+    def on_weights(self, parameters: Weights, context: ServerContext) -> Weights | None:
+        if self.direction == "up":
+            return None
+        generator = torch_stream(context.seed, "quantise", context.stage, context.round)
+        return {name: self.read(tensor, generator) for name, tensor in parameters.items()}
+
     @torch.no_grad()
     def on_client(self, message: Message) -> Message:
-        generator = message.generator("quantise")
-        for name, change in message.changes().items():
-            message.send({name: encoded(change, self.scale_of(change), self.s, generator).decoded()})
+        if self.direction != "down":
+            generator = message.generator("quantise")
+            message.send({name: self.read(change, generator) for name, change in message.changes().items()})
         return replace(message, traffic=self.expected(message.traffic))
 
     def expected(self, traffic: Traffic) -> Traffic:
-        saved_bytes = FLOAT_BYTES * traffic.changes - quantised_bytes(traffic.changes, traffic.tensors, self.s)
-        return traffic._replace(up_bytes=traffic.up_bytes - saved_bytes)
+        down, up = traffic
+        return Traffic(
+            down if self.direction == "up" else self.in_levels(down),
+            up if self.direction == "down" else self.in_levels(up),
+        )
+
+    def in_levels(self, payload: Payload) -> Payload:
+        """The payload with its scalars in levels."""
+        return payload.recoded(quantised_bytes(payload.scalars, payload.tensors, self.s))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 A processor has a client side, which changes what is sent and counts its bytes, and a server side, which completes or
 undoes that. A client applies its processors in order, the server in reverse, as in pfl-research's postprocessors:
 
-    server   begun        before a round, on what its clients train
+    server   on_weights   before a round, on the shared weights: what clients receive their slices of
+             begun        before a round, on what its clients train
     client   on_client    on the message, after local training
     server   on_sums      on the sums of the updates that have arrived
              on_mean      on the mean, before the server rule
@@ -34,16 +35,23 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.slices import SliceMap, Weights
 
 
-class Traffic(NamedTuple):
-    """The bytes that a client receives and sends in a round, and what is among what it sends.
+class Payload(NamedTuple):
+    """What travels in one direction: its bytes, and how many trained scalars, of how many tensors, are among it."""
 
-    `changes` counts the scalars whose changes it sends, `tensors` the trained tensors to which they belong.
-    """
-
-    down_bytes: int
-    up_bytes: int
-    changes: int
+    size_bytes: int
+    scalars: int
     tensors: int
+
+    def recoded(self, size_bytes: int) -> Payload:
+        """The payload with its scalars in so many bytes, instead of 4 bytes each."""
+        return self._replace(size_bytes=self.size_bytes - FLOAT_BYTES * self.scalars + size_bytes)
+
+
+class Traffic(NamedTuple):
+    """What a client receives and sends in a round; of parameters it sends the changes."""
+
+    down: Payload
+    up: Payload
 
 
 def no_memory(slot: str, name: str) -> Tensor:
@@ -129,6 +137,13 @@ class Processor:
     shortens_updates: bool = False
     least_contributors: int = 1
     kind: Kind = "other"
+
+    def on_weights(self, parameters: Weights, context: ServerContext) -> Weights | None:  # noqa: ARG002
+        """The shared parameters as clients receive them, in `context.round`; None: as they are.
+
+        The server keeps its own, and adds the mean change of what clients have received to them.
+        """
+        return None
 
     def begun(self, context: ServerContext) -> Processor:  # noqa: ARG002
         """The processor of one round, such as one that knows what the cohort's clients hold."""
@@ -236,7 +251,7 @@ class Sparsify(Processor):
         return replace(message, traffic=self.expected(message.traffic))
 
     def expected(self, traffic: Traffic) -> Traffic:
-        return with_fewer_changes(traffic, self.share)
+        return traffic._replace(up=with_fewer(traffic.up, self.share))
 
 
 def with_share(processors: Processors, share: float) -> Processors:
@@ -276,12 +291,12 @@ def smallest(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     return {name: part.view_as(values[name]) for name, part in zip(values, parts, strict=True)}
 
 
-def with_fewer_changes(traffic: Traffic, share: float) -> Traffic:
-    """The traffic if only this share of the changes is sent, unless to say which would cost more."""
-    num_sent = kept_of(traffic.changes, share)
-    saved_bytes = saved_by(traffic.changes, traffic.changes - num_sent)
-    num_sent = num_sent if saved_bytes else traffic.changes
-    return traffic._replace(up_bytes=traffic.up_bytes - saved_bytes, changes=num_sent)
+def with_fewer(payload: Payload, share: float) -> Payload:
+    """The payload if only this share of its scalars is sent, unless to say which would cost more."""
+    num_sent = kept_of(payload.scalars, share)
+    saved_bytes = saved_by(payload.scalars, payload.scalars - num_sent)
+    num_sent = num_sent if saved_bytes else payload.scalars
+    return payload._replace(size_bytes=payload.size_bytes - saved_bytes, scalars=num_sent)
 
 
 def saved_by(parameters: int, left_out: int) -> int:

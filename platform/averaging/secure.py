@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import MASKED, TensorSum, Update, WeightedSums
-from fedloom.platform.averaging.processors import Message, Processor, ServerContext
+from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.slices import Region, Slice, Weights, part_in, part_of
@@ -141,9 +141,12 @@ class SecureRound(Processor):
     def on_client(self, message: Message) -> Message:
         """The message behind masks, and with those of the protocol."""
         update = self.masked(message.client_id, message.update, message.received)
-        traffic, (more_down, more_up) = message.traffic, self.message_bytes
-        traffic = traffic._replace(down_bytes=traffic.down_bytes + more_down, up_bytes=traffic.up_bytes + more_up)
-        return replace(message, update=update, traffic=traffic)
+        (down, up), (more_down, more_up) = message.traffic, self.message_bytes
+        down, up = (
+            payload._replace(size_bytes=payload.size_bytes + more)
+            for payload, more in ((down, more_down), (up, more_up))
+        )
+        return replace(message, update=update, traffic=Traffic(down, up))
 
     def masked(self, client: int, update: Update, received: Weights) -> Update:
         """The update as it is sent: its weighted changes in fixed point, behind masks, as int32 modulo 2^32.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.averaging.processors import Message, Processors, Traffic, expected_traffic, sent
+from fedloom.platform.averaging.processors import Message, Payload, Processors, Traffic, expected_traffic, sent
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
 from fedloom.platform.clients.assignments import Assignment, ClientResult, ClientState, TaskError, client_of, places_of
 from fedloom.platform.clients.local_rules import STATE, LocalClient, begun, gradients_at, local_client, local_rule
@@ -81,12 +81,13 @@ class Train:
             before = received(worker, trained.network, weights)
             parameters = tuple(name for name in trained.parameters if name in result.update.tensors)
             scalars = sum(result.update.tensors[name].numel() for name in parameters)
+            down = Payload(result.bytes_down, trained.num_parameters, len(trained.parameters))
             message = Message(
                 client_of(assignment),
                 result.update,
                 before,
                 parameters,
-                Traffic(result.bytes_down, result.bytes_up, scalars, len(parameters)),
+                Traffic(down, Payload(result.bytes_up, scalars, len(parameters))),
                 worker.spec.training_seed,
                 assignment.stage,
                 assignment.round,
@@ -96,7 +97,7 @@ class Train:
                 message = sent(self.processors, message)
             except OverflowError as error:
                 raise TaskError(str(error)) from error
-            down_bytes, up_bytes = message.traffic.down_bytes, message.traffic.up_bytes
+            down_bytes, up_bytes = (payload.size_bytes for payload in message.traffic)
             # Processors may have begun to keep state, beside that of the local rule.
             state = {**(result.state or {}), **trained.state} or None
             result = replace(result, update=message.update, bytes_down=down_bytes, bytes_up=up_bytes, state=state)
@@ -115,17 +116,18 @@ class Train:
         cost, rule = self.network.account(worker, assignment, batches), local_rule(self.local.rule)
         samples = sum(batches) // self.local.epochs
         sent_bytes = int(cost.size_bytes) + len(rule.shared) * FLOAT_BYTES * cost.parameters
-        traffic = Traffic(sent_bytes, sent_bytes, cost.parameters, 0)
+        payload = Payload(sent_bytes, cost.parameters, 0)
         if self.processors:
             trained = worker.space.parameter_names
-            tensors = sum(piece.source in trained for piece in self.network.held(worker.space).values())
-            traffic = expected_traffic(self.processors, traffic._replace(tensors=tensors))
+            pieces = self.network.held(worker.space).values()
+            payload = payload._replace(tensors=sum(piece.source in trained for piece in pieces))
+        down, up = expected_traffic(self.processors, Traffic(payload, payload))
         return ClientResult(
             samples=samples,
             steps=len(batches),
             macs=cost.macs + rule.extra_passes * cost.macs * samples / max(1, sum(batches)),
-            bytes_down=traffic.down_bytes,
-            bytes_up=traffic.up_bytes,
+            bytes_down=down.size_bytes,
+            bytes_up=up.size_bytes,
             parameters=cost.parameters,
             architecture=cost.architecture,
             subspace=cost.subspace,

@@ -19,6 +19,7 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import expected_size
 from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.slices import part_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +84,16 @@ class Processing:
             min_contributors=max(self.config.min_contributors, *(p.least_contributors for p in self.processors), 1),
         )
 
+    def sent(self, context: ServerContext, parameters: Container[str]) -> Weights | None:
+        """All shared tensors as clients receive them in the context's round; None: as they are."""
+        sent = {name: tensor for name, tensor in context.old.items() if name in parameters}
+        changed = False
+        for each in self.processors:
+            after = each.on_weights(sent, context)
+            if after is not None:
+                sent, changed = dict(after), True
+        return {**context.old, **sent} if changed else None
+
     def begun(
         self, context: ServerContext, tasks: Sequence[Task], client_ids: Sequence[int]
     ) -> tuple[Sequence[Task], Processors]:
@@ -129,18 +140,24 @@ class Processing:
         results: Iterable[ClientResult],
         singly: Container[str],
         tasks_of: TasksOf,
+        sent: Weights | None = None,
+        parameters: Container[str] = (),
     ) -> Averaged:
         """The mean of the round's updates, with its processors undone in reverse.
 
         `singly` names tensors of which one update is enough (`WeightedSums.finish`); `tasks_of` simulates cohorts.
+        `sent` is what clients have received instead of the context's weights, if it differs in its `parameters`.
         """
         answered = [r.client_id for r in results if r.client_id is not None and r.status == "ok"]
         expected_weights = partial(self._expected_weights, context.old, tasks_of)
         context = replace(context, answered=answered, expected_weights=expected_weights)
+        received = context.old if sent is None else sent
         if isinstance(sums, WeightedSums):
             for each in reversed(processors):
-                sums = each.on_sums(sums, context)
-        averaged = sums.finish(context.old, context.min_contributors, singly)
+                sums = each.on_sums(sums, replace(context, old=received))
+        averaged = sums.finish(received, context.min_contributors, singly)
+        if sent is not None:
+            averaged = from_exact(averaged, sent, context.old, parameters)
         for each in reversed(processors):
             averaged = each.on_mean(averaged, context)
         return averaged
@@ -162,6 +179,18 @@ class Processing:
             drawn = rng.choice(self.eligible, size=size, replace=False)
             ordered = tuple(self.world.in_plan_order(tuple(drawn.tolist())))
             yield [(task.network.held(self.world.space), task.share) for task in tasks_of(index, ordered)]
+
+
+def from_exact(averaged: Averaged, sent: Weights, exact: Weights, parameters: Container[str]) -> Averaged:
+    """The exact weights plus the mean change from the sent ones, where clients cover them."""
+    weights = dict(averaged.weights)
+    for name, before in exact.items():
+        if name in parameters:
+            weights[name] = before.clone()
+            for region in averaged.coverage.get(name, ()):
+                change = part_of(averaged.weights[name], region) - part_of(sent[name], region)
+                part_of(weights[name], region).add_(change)
+    return replace(averaged, weights=weights)
 
 
 class Server:

@@ -147,7 +147,7 @@ COMPARED = {
     ],
     "compressed": [
         *("experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true", "method.train.processors=[top_k,qsgd]"),
-        "method.train.options.share=0.2",
+        *("method.train.options.share=0.2", "method.train.options.direction=both"),
     ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
     "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],

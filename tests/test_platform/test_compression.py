@@ -8,9 +8,18 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update
+from fedloom.platform.averaging.average import Averaged, Coverage, Update
 from fedloom.platform.averaging.compression import Clip, Noise, Qsgd, TopK, Uniform, encoded, quantised_bytes
-from fedloom.platform.averaging.processors import Message, Processor, Traffic, expected_traffic, sent
+from fedloom.platform.averaging.processors import (
+    Message,
+    Payload,
+    Processor,
+    ServerContext,
+    Traffic,
+    expected_traffic,
+    sent,
+)
+from fedloom.platform.federation.processing import from_exact
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
@@ -19,8 +28,12 @@ from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Slice
 
 RECEIVED = 10.0
-WHOLE = Traffic(24, 24, 4, 1)
+WHOLE = Payload(24, 4, 1)
 """Four trained scalars of one tensor, and a counter of 8 bytes."""
+
+
+def up(size_bytes: int, scalars: int) -> Traffic:
+    return Traffic(WHOLE, Payload(size_bytes, scalars, 1))
 
 
 def through(
@@ -39,8 +52,8 @@ def through(
     def remembered(slot: str, name: str) -> Tensor:
         return memory.setdefault(f"{slot}/{name}", torch.zeros(len(changes)))
 
-    done = sent(chain, Message(3, update, received, ("w",), WHOLE, 7, "train", round_, remembered))
-    assert done.traffic == expected_traffic(chain, WHOLE), "a dry run counts the same"
+    done = sent(chain, Message(3, update, received, ("w",), Traffic(WHOLE, WHOLE), 7, "train", round_, remembered))
+    assert done.traffic == expected_traffic(chain, Traffic(WHOLE, WHOLE)), "a dry run counts the same"
     assert done.update.tensors["n"] == 5
     return (done.update.tensors["w"] - RECEIVED).tolist(), done.traffic
 
@@ -53,14 +66,15 @@ def test_two_rounds_of_top_k_with_its_memory_by_hand() -> None:
     arrived, traffic = through(TopK(share=0.5), [1.0, -4.0, 0.5, 2.0], state)
     assert arrived == [0.0, -4.0, 0.0, 2.0]
     assert state["top_k/w"].tolist() == [1.0, 0.0, 0.5, 0.0]
-    assert traffic == Traffic(24, 8 + 2 * 4 + 1, 2, 1), "the counter, two values, a mask of one byte"
+    assert traffic == up(8 + 2 * 4 + 1, 2), "the counter, two values, a mask of one byte"
     arrived, _ = through(TopK(share=0.5), [1.0, 0.0, 1.0, -1.0], state, round_=1)
     assert arrived == [2.0, 0.0, 1.5, 0.0]
     assert state["top_k/w"].tolist() == [0.0, 0.0, 0.0, -1.0]
 
 
 def test_of_few_changes_among_many_the_places_are_listed() -> None:
-    assert TopK(share=0.01).expected(Traffic(4000, 4000, 1000, 3)) == Traffic(4000, 10 * 4 + 10 * 4, 10, 3)
+    whole = Payload(4000, 1000, 3)
+    assert TopK(share=0.01).expected(Traffic(whole, whole)) == Traffic(whole, Payload(10 * 4 + 10 * 4, 10, 3))
 
 
 @given(st.integers(0, 1000))
@@ -79,16 +93,16 @@ def test_what_has_arrived_and_what_is_remembered_is_all_that_was_trained(seed: i
 def test_qsgd_sends_levels_of_the_norm() -> None:
     arrived, traffic = through(Qsgd(levels=5), [3.0, 0.0, -4.0, 0.0])
     assert arrived == [3.0, 0.0, -4.0, 0.0], "levels 3 and 4 of 5, of the norm 5, need no rounding"
-    assert traffic == Traffic(24, 8 + 2 + 4, 4, 1), "eleven values take 4 bits each, the norm 4 bytes"
+    assert traffic == up(8 + 2 + 4, 4), "eleven values take 4 bits each, the norm 4 bytes"
 
 
 def test_uniform_steps_are_those_of_the_largest_change() -> None:
     arrived, traffic = through(Uniform(bits=4), [3.5, -1.5, 0.0, 0.5])
     assert arrived == [3.5, -1.5, 0.0, 0.5], "7, 3, 0 and 1 steps of a half"
-    assert traffic == Traffic(24, 8 + 2 + 4, 4, 1)
+    assert traffic == up(8 + 2 + 4, 4)
     arrived, traffic = through(Uniform(bits=8), [0.0, 0.0, 0.0, 0.0])
     assert arrived == [0.0] * 4
-    assert traffic == Traffic(24, 8 + 4 + 4, 4, 1)
+    assert traffic == up(8 + 4 + 4, 4)
 
 
 def test_rounding_is_up_or_down_by_a_draw_that_a_stream_of_the_client_gives() -> None:
@@ -149,14 +163,14 @@ def test_a_chain_clips_chooses_and_rounds() -> None:
     arrived, traffic = through(chain, [3.0, 0.0, -4.0, 0.0])
     assert arrived == pytest.approx([1.5, 0.0, -2.0, 0.0], abs=2 / 7)
     assert arrived[2] == pytest.approx(-2.0, abs=1e-5)
-    assert traffic == Traffic(24, 8 + 1 + 1 + 4, 2, 1), "the counter, a mask, two changes of 4 bits, a scale"
+    assert traffic == up(8 + 1 + 1 + 4, 2), "the counter, a mask, two changes of 4 bits, a scale"
 
 
 def test_noise_is_the_clients_of_the_round() -> None:
     draws = torch.randn(4, generator=torch_stream(7, "noise", "train", 0, 3))
     arrived, traffic = through(Noise(noise_std=0.5), [1.0, 0.0, 0.0, 0.0])
     assert torch.allclose(torch.tensor(arrived), torch.tensor([1.0, 0, 0, 0]) + 0.5 * draws, atol=1e-5)
-    assert traffic == WHOLE
+    assert traffic == up(24, 4)
 
 
 @pytest.mark.parametrize(
@@ -193,3 +207,51 @@ def test_orders_that_the_theory_does_not_allow_are_refused(tiny_config: Any, tra
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         build_stages(world)
     assert "\n" not in str(caught.value)
+
+
+# -- from the server ---------------------------------------------------------------------------------------------------
+
+
+def test_a_quantiser_of_both_directions_encodes_the_weights_too() -> None:
+    weights = {"w": torch.tensor([3.0, 0.0, -4.0, 0.0])}
+    context = ServerContext("train", 2, 7, weights, {}, 1)
+    assert Qsgd(levels=5).on_weights(weights, context) is None
+    received = Qsgd(levels=5, direction="down").on_weights(weights, context)
+    assert received is not None
+    assert received["w"].tolist() == [3.0, 0.0, -4.0, 0.0]
+    small, whole = Payload(8 + 2 + 4, 4, 1), Traffic(WHOLE, WHOLE)
+    assert Qsgd(levels=5, direction="down").expected(whole) == Traffic(small, WHOLE)
+    assert Qsgd(levels=5, direction="both").expected(whole) == Traffic(small, small)
+    fewer = TopK(share=0.5).expected(whole)
+    assert Uniform(bits=4, direction="down").expected(fewer) == Traffic(small, fewer.up)
+
+
+def test_the_server_adds_mean_changes_to_its_exact_weights_where_they_are_covered() -> None:
+    exact, sent_weights = {"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([1.5, 1.5, 3.0])}
+    mean = Averaged({"w": torch.tensor([1.75, 1.5, 2.0])}, {"w": {((0, 1),): Coverage(1.0, 1), ((2, 3),): Coverage()}})
+    assert from_exact(mean, sent_weights, exact, {"w"}).weights["w"].tolist() == [1.25, 2.0, 2.0]
+    assert from_exact(mean, sent_weights, exact, ()).weights["w"].tolist() == [1.75, 1.5, 2.0]
+
+
+def test_what_is_rounded_off_on_the_way_down_is_not_lost(tiny_config: Any, run_in_memory: Any) -> None:
+    options = {"bits": 4, "direction": "both"}
+    train = TrainingConfig(
+        rounds=3, clients_per_round=3, batch_size=16, lr=1e-12, processors=["uniform"], options=options
+    )
+    world, memory, last = run_in_memory(tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train)))
+    after = [memory.state(round_) for round_ in range(3)]
+    for name in sorted(world.space.parameter_names & after[0].weights("fedavg").keys()):
+        first, third = (state.weights("fedavg")[name] for state in (after[0], after[2]))
+        read = [state.weights("sent-fedavg")[name] for state in after]
+        step = float(first.abs().max()) / 7
+        assert torch.allclose(first, third, atol=1e-5), "nothing was learnt, so that the exact weights stay"
+        if step:
+            levels = read[0] / step
+            assert torch.allclose(levels, levels.round(), atol=1e-3), name
+        if first.numel() > 100:
+            assert not torch.equal(read[0], read[1]), "every round draws anew"
+    assert "sent-fedavg" not in last.groups
+    rows = [row for r in memory.records for table, row in r.rows if table == "clients" and row["stage"] == "fedavg"]
+    assert rows
+    for row in rows:
+        assert row["bytes_down"] == row["bytes_up"] < 4 * row["parameters"]

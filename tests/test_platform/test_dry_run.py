@@ -84,7 +84,7 @@ def whole_supernet(elastic: Make, _tiny: Make) -> RunConfig:
 
 
 def compressed(elastic: Make, _tiny: Make) -> RunConfig:
-    options = {"share": 0.2, "bits": 4}
+    options = {"share": 0.2, "bits": 4, "direction": "both"}
     return elastic("batch", train={"rounds": 2, "processors": ["clip", "top_k", "uniform"], "options": options})
 
 
