@@ -106,7 +106,7 @@ COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "secure", "private"),
     "compressed",
 )
-QUICK = ("scaffold", "private", "compressed")
+QUICK = ("scaffold", "private")
 """Those with the most state and the most arithmetic; of the others a round would show the same."""
 
 
