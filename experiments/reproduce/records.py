@@ -32,6 +32,7 @@ LATER = (
     "processors",
     "local_warmup_steps",
     "local_cosine_to",
+    "coupled",
     "compile",
 )
 """Keys that came after the first records, which are of runs without them."""

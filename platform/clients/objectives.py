@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.data.trees import rows_of, single
-from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, an, blaming, is_import_path
 from fedloom.platform.settings import UP_TO_A_MILLION
 
 IGNORED = -100
@@ -21,8 +21,10 @@ def logits_of(outputs: Any) -> Tensor:
     logits = outputs.get("logits", outputs) if isinstance(outputs, Mapping) else outputs
     if isinstance(logits, Tensor):
         return logits
-    kind = f"outputs named {', '.join(map(str, logits))}" if isinstance(logits, Mapping) else type(logits).__name__
-    raise ValueError(f"the network gives {kind}: give logits, or outputs by name with `logits`, or an objective of own")
+    kind = f"outputs named {', '.join(map(str, logits))}" if isinstance(logits, Mapping) else an(type(logits).__name__)
+    raise ValueError(
+        f"the network gives {kind}: give logits, outputs by name with `logits` among them, or an objective of your own"
+    )
 
 
 class Objective:
@@ -172,6 +174,15 @@ OBJECTIVES: Registry[Objective] = Registry(
 CLASSIFICATION = ComponentSpec("classification")
 
 
+def divergence(outputs: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean of KL(teacher || outputs) over all targets, logits (B, classes) or (B, classes, T) divided by `temperature`.
+
+    The teacher's are targets: give them without gradients.
+    """
+    soft, target = F.log_softmax(outputs / temperature, dim=1), F.log_softmax(teacher / temperature, dim=1)
+    return F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1).mean()
+
+
 @dataclass
 class DistilledLoss:
     """The loss of a batch's passes, of which the first is the teacher's: its loss is the objective's.
@@ -205,9 +216,7 @@ class DistilledLoss:
             return hard
         assert self.teacher is not None, "the teacher passes first"
         t = self.temperature
-        soft, target = F.log_softmax(outputs / t, dim=1), F.log_softmax(self.teacher / t, dim=1)
-        divergence = F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1).mean()
-        return (1 - self.weight) * hard + self.weight * t * t * divergence
+        return (1 - self.weight) * hard + self.weight * t * t * divergence(outputs, self.teacher, t)
 
 
 def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outputs: Any = None) -> None:
@@ -221,9 +230,12 @@ def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outpu
         kind = type(objective).__name__
         raise PluginError(f"{blame} is {kind}: derive its class from fedloom.platform.clients.objectives.Objective")
     samples = rows_of(targets)
+    if not is_import_path(choice.name):
+        single(targets, f"objective.name={choice.name}", "labels")
     if outputs is None:
         generator = torch.Generator().manual_seed(0)
-        shape = (samples, num_classes, *single(targets, blame).shape[1:])
+        positions = targets.shape[1:] if isinstance(targets, Tensor) else ()
+        shape = (samples, num_classes, *positions)
         outputs = torch.randn(shape, generator=generator).requires_grad_()
     with blaming("objective", choice.name):
         local = objective.for_client(targets)

@@ -119,8 +119,8 @@ class Train:
         payload = Payload(sent_bytes, cost.parameters, 0)
         if self.processors:
             trained = worker.space.parameter_names
-            pieces = self.network.held(worker.space).values()
-            payload = payload._replace(tensors=sum(piece.source in trained for piece in pieces))
+            held = self.network.held(worker.space).items()
+            payload = payload._replace(tensors=sum(name in trained or piece.source in trained for name, piece in held))
         down, up = expected_traffic(self.processors, Traffic(payload, payload))
         return ClientResult(
             samples=samples,

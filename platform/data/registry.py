@@ -102,7 +102,7 @@ def differences(config: DataConfig, dataset: Dataset) -> list[str]:
         return []
     lines = []
     if dataset.num_classes != known.classes:
-        what = "tokens in its vocabulary" if dataset.kind == "tokens" else "classes"
+        what = "tokens in its vocabulary" if dataset.per_position else "classes"
         lines.append(f"it has {dataset.num_classes} {what}, published are {known.classes}")
     for name, count in (known.coarse or {}).items():
         names = dataset.label_sets[name].names if name in dataset.label_sets else ()

@@ -158,14 +158,29 @@ class PostRoundEvaluation:
 
 
 @dataclass(frozen=True)
+class PostRoundWork:
+    """The server's work on a round's new state before the round ends, such as training on data of its own.
+
+    `merge` makes the round's last state of that state and what the plan's tasks return.
+    """
+
+    plan: Plan
+    merge: Callable[[RunState, RoundResult], RoundUpdate]
+
+
+@dataclass(frozen=True)
 class RoundUpdate:
-    """The state after a round (or at a stage's end), with what was measured, further rows, and models to be stored."""
+    """The state after a round (or at a stage's end), with what was measured, further rows, and models to be stored.
+
+    Of `work` and `evaluation` the former is done first, and what its `merge` returns is added to this update.
+    """
 
     state: RunState
     rows: Sequence[Row] = ()
     models: Sequence[KeptModel] = ()
     evaluation: PostRoundEvaluation | None = None
     evaluations: Sequence[Evaluation] = ()
+    work: PostRoundWork | None = None
 
 
 # -- federated training -----------------------------------------------------------------------------------------------
@@ -297,7 +312,7 @@ class TrainingStage:
         shared = {name: torch.zeros_like(weights[source]) for name, source in self.server.shared(weights).items()}
         begun = state.with_group(self.group, {**weights, **shared})
         begun = replace(begun, data={**state.data, **self.data, **self.selection.begun()})
-        return self._with_sent(begun, 0)
+        return self.with_sent(begun, 0)
 
     def rounds_left(self, state: RunState) -> int:
         """The remaining rounds; 0 without weights or without an eligible client."""
@@ -371,7 +386,7 @@ class TrainingStage:
         after = replace(state.with_group(self.group, weights), data=data)
         if server_state:
             after = after.with_group(self.server_group, server_state)
-        after = self._with_sent(self.after(after, plan, result), state.round + 1)
+        after = self.with_sent(self.after(after, plan, result), state.round + 1)
         return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations_of(results, self.tier))
 
     def end(self, state: RunState) -> RoundUpdate:
@@ -392,14 +407,17 @@ class TrainingStage:
             ended = ended.with_group(self.group, {name: t for name, t in weights.items() if name not in shared})
         return RoundUpdate(ended, models=self.keep(ended))
 
-    # -- parts of a round -------------------------------------------------------------------------------------------
+    def with_sent(self, state: RunState, index: int) -> RunState:
+        """The state with what clients receive in a round, if that is not the weights themselves.
 
-    def _with_sent(self, state: RunState, index: int) -> RunState:
-        """The state with what clients receive in a round, if that is not the weights themselves."""
+        A stage that changes the weights after `merge` calls it again.
+        """
         sent = self.processing.sent(
             self.processing.context(index, state.weights(self.group), state.data), self.server.parameters
         )
         return state if sent is None else state.with_group(self.sent_group, sent)
+
+    # -- parts of a round -------------------------------------------------------------------------------------------
 
     def _local_sgd(self, index: int) -> LocalSGD:
         balanced, rules = self.world.config.data.balanced_classes, self.rules

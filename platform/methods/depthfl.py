@@ -62,7 +62,7 @@ class WithExits(OfSubnet):
     distillation: float = 0.0
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
-        """The network; its outputs are the mean of the logits that its loss looks at one by one."""
+        """The network; its outputs are what it classifies by, its loss looks at the exits' logits one by one."""
         network, last = self.subnet.on(worker, assignment), list["Tensor"]()
 
         def forward(x_B: Tensor) -> Tensor:
@@ -71,9 +71,13 @@ class WithExits(OfSubnet):
             return outputs
 
         def loss(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
-            return loss_of_exits(objective, [each.to(outputs.dtype) for each in last], targets, self.distillation)
+            return self.loss_of(objective, [each.to(outputs.dtype) for each in last], targets)
 
         return replace(network, forward=forward, loss=loss)
+
+    def loss_of(self, objective: Objective, exits: Sequence[Tensor], targets: Tensor) -> Tensor:
+        """What a batch minimises, given the exits' logits, the shallowest first."""
+        return loss_of_exits(objective, exits, targets, self.distillation)
 
 
 def loss_of_exits(objective: Objective, exits: Sequence[Tensor], targets: Tensor, distillation: float) -> Tensor:

@@ -335,26 +335,45 @@ def group_of(architecture: Architecture) -> str:
 
 def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
     """Training, search and final evaluation; or separate training of the family's members and their evaluation."""
-    family: tuple[Architecture, ...] = ()
-    for text in config.family:
-        architecture = world.architecture(text, "method.family")
-        if architecture in family:
-            raise ValueError(f"method.family: {text!r} is named twice: {world.space.label(architecture)}")
-        family += (architecture,)
+    if set(world.space.options) == {1}:
+        raise ValueError(f"superfednas cannot use space {world.space.name}, which has one architecture; use fedavg")
+    family = family_of(world, config.family)
     _check_training(config.train, world.num_clients, len(family), separately=config.separately)
-    clients = everybody(world)
     if config.separately:
         if not family:
             raise ValueError("method.separately=true trains the members of method.family, which is empty: name some")
+        clients = everybody(world)
         jobs = [
             EvaluationJob("", ALONE, Subnet(member, stand_alone=True), group_of(member), clients) for member in family
         ]
         final = EvaluationStage(world, config.evaluation, lambda _state: jobs, len(jobs))
         return [*(alone_stage(world, config.train, member) for member in family), final]
-    training, searches = supernet_stage(world, config.train, family), search_stages(world, config.search)
+    return searched(world, supernet_stage(world, config.train, family), config.search, config.evaluation, family)
+
+
+def family_of(world: World, texts: Sequence[str]) -> tuple[Architecture, ...]:
+    """The subnets of `method.family`; ValueError for one that the space does not have, or that is named twice."""
+    family: tuple[Architecture, ...] = ()
+    for text in texts:
+        architecture = world.architecture(text, "method.family")
+        if architecture in family:
+            raise ValueError(f"method.family: {text!r} is named twice: {world.space.label(architecture)}")
+        family += (architecture,)
+    return family
+
+
+def searched(
+    world: World,
+    training: TrainingStage,
+    search: TargetSearchConfig,
+    evaluation: EvaluationConfig,
+    family: tuple[Architecture, ...],
+) -> list[Stage]:
+    """The training of a supernet, the search in it, and the evaluation of the family and of what was found."""
+    searches, clients = search_stages(world, search), everybody(world)
     jobs = [EvaluationJob("", SUPERNET, Subnet(member), SUPERNET, clients) for member in family]
-    num_models = len(jobs) + (len(targets_of(world, config.search)) if searches else 0)
-    final = EvaluationStage(world, config.evaluation, lambda state: [*jobs, *_winners(world, state)], num_models)
+    num_models = len(jobs) + (len(targets_of(world, search)) if searches else 0)
+    final = EvaluationStage(world, evaluation, lambda state: [*jobs, *_winners(world, state)], num_models)
     return [training, *searches, final]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 from torch import Tensor
 
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace
+from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights
 
 if TYPE_CHECKING:
     from fedloom.platform.spaces.elastic import ElasticDesign
@@ -99,11 +99,23 @@ class HasExits(SearchSpace, Protocol):
     """Subnets are the first blocks of a network, each with an exit: `forward(x, of_exits)` appends their logits.
 
     A subnet's module is called with a list, to which it appends the logits (N, classes) of every exit, the shallowest
-    first; it returns their mean.
+    first; it returns what it classifies by, which is their mean or the last one's.
     """
 
     def num_exits(self, architecture: Architecture) -> int:
         """The number of exits of a subnet."""
+        ...
+
+
+class HasBases(SearchSpace, Protocol):
+    """Subnets mix base nets, whose tensors are called bases.NUMBER.NAME: `forward(x, of_bases)` appends their logits.
+
+    A subnet's module is called with a list, to which it appends the logits (N, classes) of every base net in order; it
+    returns their mean.
+    """
+
+    def num_bases(self, architecture: Architecture) -> int:
+        """The number of base nets of a subnet."""
         ...
 
 
@@ -120,6 +132,14 @@ class HasBlocks(SearchSpace, Protocol):
     @property
     def stage_inputs(self) -> Sequence[Tensor]:
         """The input of each stage for one sample, and the last one's output, on the meta device."""
+        ...
+
+
+class HasSortedChannels(HasBlocks, Protocol):
+    """Subnets keep a number of blocks per stage, and of each the leading channels, which can be sorted."""
+
+    def with_sorted_channels(self, weights: Weights) -> dict[str, Tensor]:
+        """The same network with the channels of every block in descending order of their weights' L1 norm."""
         ...
 
 
@@ -154,8 +174,10 @@ with_tasks: Need[HasTasks] = Need(HasTasks, "cnn_cifar")
 summing_options: Need[SumsOptions] = Need(SumsOptions, "resnet18_modular or darts_s2")
 with_cells: Need[HasCells] = Need(HasCells, "darts_s2")
 with_depths: Need[HasDepths] = Need(HasDepths, "resnet_elastic")
-with_exits: Need[HasExits] = Need(HasExits, "cnn_depth or resnet_depth")
+with_exits: Need[HasExits] = Need(HasExits, "cnn_depth, resnet_depth, cnn_scaled or resnet_scaled")
+with_bases: Need[HasBases] = Need(HasBases, "cnn_split or resnet_split")
 with_blocks: Need[HasBlocks] = Need(HasBlocks, "resnet_elastic")
+with_sorted_channels: Need[HasSortedChannels] = Need(HasSortedChannels, "resnet_elastic")
 
 
 def lacking(space: object, what: type) -> list[str]:

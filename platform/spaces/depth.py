@@ -1,24 +1,27 @@
 """Spaces of one decision, the depth: a subnet keeps the first blocks of a network, each with an exit of its own.
 
-The spaces of DepthFL (Kim et al. 2023, Sec. 3). A subnet classifies by the mean logits of its exits, as DepthFL's
-ensemble does. An exit is a global average and a linear layer; those of the authors' ResNet convolve before.
+The spaces of DepthFL (Kim et al. 2023, Sec. 3), whose subnets classify by the mean logits of their exits, and of
+ScaleFL (Ilhan et al. 2023), whose subnets of fewer blocks are also narrower and classify by their last exit. An exit is
+a global average and a linear layer; those of the authors' ResNets convolve before.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import SlicedSpace
-from fedloom.platform.spaces.resnet import MULTIPLE, STAGES, BasicBlock, Resnet18Size, norm_of
+from fedloom.platform.spaces.base import SlicedSpace, supernet_shapes
+from fedloom.platform.spaces.resnet import MULTIPLE, STAGES, BasicBlock, Resnet18Size, in_eights, norm_of
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.space_config import spaces_of
+from fedloom.platform.spaces.width import channels_kept
 
 
 class DepthNetwork(nn.Module):
@@ -82,6 +85,61 @@ class DepthSpace(SlicedSpace):
     def _network(self, architecture: Architecture) -> nn.Module:
         blocks = self.num_exits(architecture)
         return DepthNetwork(self.design.build_blocks()[:blocks], self.design.build_exits()[:blocks])
+
+
+# -- spaces of depth and width ----------------------------------------------------------------------------------------
+
+
+class ScaledDesign(DepthDesign, Protocol):
+    """A network with exits that can be made narrower."""
+
+    @property
+    def widths(self) -> tuple[float, ...]:
+        """Per number of blocks, the share of the channels that subnets of so many blocks keep."""
+        ...
+
+    def narrower(self, share: float) -> ScaledDesign:
+        """The same with this share of all channels."""
+        ...
+
+
+class ScaledNetwork(DepthNetwork):
+    """Blocks in sequence, an exit after each: `forward(x)` returns the last exit's logits (N, classes)."""
+
+    def forward(self, x: Tensor, of_exits: list[Tensor] | None = None) -> Tensor:
+        """Appends every exit's logits, the shallowest first, to `of_exits` if it is given."""
+        logits: list[Tensor] = [] if of_exits is None else of_exits
+        super().forward(x, logits)
+        return logits[-1]
+
+
+class ScaledSpace(DepthSpace):
+    """One decision: the number of blocks, with which their width grows (ScaleFL)."""
+
+    design: ScaledDesign
+
+    def __init__(self, design: ScaledDesign) -> None:
+        widths, exits = design.widths, design.num_exits
+        if len(widths) != exits or list(widths) != sorted(widths) or widths[0] <= 0 or widths[-1] != 1.0:
+            raise ValueError(
+                f"space.widths={list(widths)}: give {design.name} a share of the channels for each of its {exits} "
+                "depths, above 0, none smaller than the one before, the last one 1.0"
+            )
+        super().__init__(design)
+
+    @cached_property
+    def keeps_statistics(self) -> bool:
+        """Whether it has batch norms, whose statistics differ between widths."""
+        return any(name.endswith("running_mean") for name in supernet_shapes(self))
+
+    def label(self, architecture: Architecture) -> str:
+        """Such as `blocks=2 p=0.5`."""
+        return f"{super().label(architecture)} p={self.design.widths[architecture[0]]:g}"
+
+    def _network(self, architecture: Architecture) -> nn.Module:
+        blocks = self.num_exits(architecture)
+        narrow = self.design.narrower(self.design.widths[architecture[0]])
+        return ScaledNetwork(narrow.build_blocks()[:blocks], narrow.build_exits()[:blocks])
 
 
 # -- networks ---------------------------------------------------------------------------------------------------------
@@ -177,4 +235,38 @@ class ResnetDepthDesign(PooledExits, Resnet18Size):
         return [nn.Sequential(self.build_stem(), parts[0]), *parts[1:]]
 
 
-SPACES = spaces_of(DepthSpace, CnnDepthDesign(), ResnetDepthDesign())
+SCALED_WIDTHS = (0.7, 0.7, 0.75, 1.0)
+"""Those of the authors' ResNet-110 with four exits."""
+
+
+def _kept(norm: str, share: float, channels: int) -> int:
+    """So many of the channels; whole groups of group norms."""
+    return in_eights(share * channels) if norm == "group" else channels_kept(share, channels)
+
+
+@dataclass(frozen=True)
+class CnnScaledDesign(CnnDepthDesign):
+    """The plain network; subnets of i blocks have the share `widths[i - 1]` of all channels."""
+
+    name: str = "cnn_scaled"
+    widths: tuple[float, ...] = SCALED_WIDTHS
+
+    def narrower(self, share: float) -> CnnScaledDesign:
+        return replace(self, stage_widths=tuple(_kept(self.norm, share, width) for width in self.stage_widths))
+
+
+@dataclass(frozen=True)
+class ResnetScaledDesign(ResnetDepthDesign):
+    """ResNet-18; subnets of i stages have the share `widths[i - 1]` of all channels."""
+
+    name: str = "resnet_scaled"
+    widths: tuple[float, ...] = SCALED_WIDTHS
+
+    def narrower(self, share: float) -> ResnetScaledDesign:
+        return replace(self, stem_channels=_kept(self.norm, share, self.stem_channels))
+
+
+SPACES = {
+    **spaces_of(DepthSpace, CnnDepthDesign(), ResnetDepthDesign()),
+    **spaces_of(ScaledSpace, CnnScaledDesign(), ResnetScaledDesign()),
+}

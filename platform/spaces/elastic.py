@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedloom.platform.spaces.base import Measure, SlicedSpace, samples_of, supernet_shapes
 from fedloom.platform.spaces.genome import ElasticGenome
 from fedloom.platform.spaces.initialisation import on_meta
-from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, architecture_id, leading
+from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, Weights, architecture_id, leading
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import shapes_only
 
@@ -126,8 +126,7 @@ class ElasticSpace(SlicedSpace):
     @property
     def num_architectures(self) -> int:
         """The exact number of distinct subnets; options whose blocks have the same channels count once."""
-        stages = [(s, self.design.distinct_widths(i)) for i, s in enumerate(self.genome.stages)]
-        return math.prod(sum(widths**k for k in range(s.fewest, s.most + 1)) for s, widths in stages)
+        return math.prod(s.distinct(self.design.distinct_widths(i)) for i, s in enumerate(self.genome.stages))
 
     def contents(self, architecture: Architecture) -> Contents:
         """Per stage the width indices of the kept blocks."""
@@ -148,7 +147,7 @@ class ElasticSpace(SlicedSpace):
         """A random depth per stage, all blocks at their widest (progressive shrinking's first phase)."""
         depths = [rng.integers(s.fewest, s.most + 1) for s in self.genome.stages]
         stages = zip(self.genome.stages, depths, strict=True)
-        return tuple(s.option_of[(s.widths - 1,) * int(depth)] for s, depth in stages)
+        return tuple(s.option_of[s.widest(int(depth))] for s, depth in stages)
 
     def parse(self, text: str) -> Architecture:
         """Parses a subnet.
@@ -187,7 +186,11 @@ class ElasticSpace(SlicedSpace):
         chosen = [self._nearest(text, name, widths[name[0]], sum(blocks)) for name in self.design.widths]
         index_of = {values: i for i, values in enumerate(zip(*self.design.widths.values(), strict=True))}
         indices = iter([index_of[values] for values in zip(*chosen, strict=True)])
-        return self.of_contents(tuple(tuple(next(indices) for _ in range(n)) for n in blocks))
+        contents = tuple(tuple(next(indices) for _ in range(n)) for n in blocks)
+        if any(content not in stage.option_of for content, stage in zip(contents, stages, strict=True)):
+            coupled = self.of_contents(tuple(s.widest(n) for s, n in zip(stages, blocks, strict=True)))
+            raise ValueError(f"{text!r}: space.coupled=true gives these depths other widths: {self.label(coupled)!r}")
+        return self.of_contents(contents)
 
     def _nearest(self, text: str, name: str, given: list[float], blocks: int) -> list[float]:
         """The design's own value of each block, of which a label has six digits."""
@@ -255,6 +258,40 @@ class ElasticSpace(SlicedSpace):
         module, shapes = on_meta(partial(self._build_stage, stage, content)), supernet_shapes(self)
         named = {f"stages.{stage}.{name}": tuple(t.shape) for name, t in module.state_dict().items()}
         return {name: leading(name, shape, shapes[name]) for name, shape in named.items()}
+
+    def with_sorted_channels(self, weights: Weights) -> dict[str, Tensor]:
+        """The same network with the channels of every block in descending order of their weights' L1 norm.
+
+        Narrow blocks, which keep the leading channels, then have the most important ones (OFA, Sec. 3.3). Channels of
+        one group of a group norm stay together.
+        """
+        after = dict(weights)
+        for stage, parts in enumerate(self.genome.stages):
+            for block, (dims, unit) in itertools.product(range(parts.most), self._channels_of(stage)):
+                named = {f"stages.{stage}.{block}.{name}": dim for name, dim in dims.items()}
+                matrices = [weights[n].movedim(d, 0).flatten(1) for n, d in named.items() if weights[n].dim() > 1]
+                norms = torch.stack([matrix.abs().sum(dim=1) for matrix in matrices]).sum(dim=0)
+                groups = torch.argsort(norms.view(-1, unit).sum(dim=1), descending=True, stable=True)
+                order = (groups[:, None] * unit + torch.arange(unit)).flatten()
+                after |= {name: weights[name].index_select(dim, order) for name, dim in named.items()}
+        return after
+
+    def _channels_of(self, stage: int) -> list[tuple[dict[str, int], int]]:
+        """Per kind of width: the tensors of a stage's block that it narrows, in which dimension, and groups' sizes."""
+        kinds = self.design.widths
+
+        def block(narrow: str | None) -> nn.Module:
+            """The block that is narrowest of this kind and widest of the others."""
+            wanted = [min(values) if kind == narrow else max(values) for kind, values in kinds.items()]
+            width = [*zip(*kinds.values(), strict=True)].index(tuple(wanted))
+            return on_meta(partial(self.design.build_block, stage, 0, width))
+
+        whole = block(None)
+        unit = max([1, *(m.num_channels // m.num_groups for m in whole.modules() if isinstance(m, nn.GroupNorm))])
+        shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
+        narrow = [block(kind).state_dict().items() for kind in kinds]
+        dims = [{n: d for n, t in tensors for d in range(t.dim()) if t.shape[d] < shapes[n][d]} for tensors in narrow]
+        return [(each, unit) for each in dims if each]
 
     # -- costs ------------------------------------------------------------------------------------------------------
 

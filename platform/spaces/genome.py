@@ -5,6 +5,7 @@ of each of its blocks), drawing, mutation and crossover work on these choices, i
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,6 +101,61 @@ class ElasticStage:
         """The option of a stage's width indices."""
         return {content: option for option, content in enumerate(self.contents)}
 
+    def widest(self, blocks: int) -> tuple[int, ...]:
+        """The width indices of so many blocks at their widest."""
+        return (self.widths - 1,) * blocks
+
+    def distinct(self, widths: int) -> int:
+        """The number of different contents if so many widths are different."""
+        return sum(widths**blocks for blocks in range(self.fewest, self.most + 1))
+
+    def options(self, genes: Ints) -> Ints:
+        """The options of rows of genes (n, 1 + most): the count of shallower ones plus a base-w number."""
+        depth = genes[:, 0] + self.fewest
+        shallower = np.array([sum(self.widths**k for k in range(self.fewest, d)) for d in range(self.most + 1)])
+        places = depth[:, None] - 1 - np.arange(self.most)
+        digits = np.where(places >= 0, genes[:, 1:] * self.widths ** np.maximum(places, 0), 0)
+        options: Ints = shallower[depth] + digits.sum(axis=1)
+        return options
+
+
+@dataclass(frozen=True)
+class CoupledStage(ElasticStage):
+    """A stage whose number of blocks decides the width of all of them (CompOFA, Sahni et al. 2021, Sec. 3.2).
+
+    `width_of` are the width indices of the numbers of blocks in ascending order; the genes of widths do nothing.
+    """
+
+    width_of: tuple[int, ...]
+
+    @cached_property
+    def contents(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(self.widest, range(self.fewest, self.most + 1)))
+
+    def widest(self, blocks: int) -> tuple[int, ...]:
+        return (self.width_of[blocks - self.fewest],) * blocks
+
+    def distinct(self, widths: int) -> int:
+        del widths
+        return len(self.contents)
+
+    def options(self, genes: Ints) -> Ints:
+        return genes[:, 0]
+
+
+def elastic_stage(fewest: int, most: int, *widths: int, coupled: bool) -> ElasticStage:
+    """A stage whose blocks have so many choices of each kind of width, the last kind varying fastest.
+
+    `coupled`, the narrowest go with the fewest blocks, the widest with the most, and the others as evenly as they can.
+    """
+    if not coupled:
+        return ElasticStage(fewest, most, math.prod(widths))
+    extra, width_of = most - fewest, [0] * (most - fewest + 1)
+    for number in widths:
+        shares = [depth * (number - 1) // extra if extra else number - 1 for depth in range(extra + 1)]
+        width_of = [index * number + share for index, share in zip(width_of, shares, strict=True)]
+    return CoupledStage(fewest, most, math.prod(widths), tuple(width_of))
+
 
 @dataclass(frozen=True)
 class ElasticGenome:
@@ -129,13 +185,28 @@ class ElasticGenome:
         columns, start = [], 0
         for stage in self.stages:
             part = genes[:, start : start + 1 + stage.most]
-            columns.append(_options(stage, part))
+            columns.append(stage.options(part))
             start += 1 + stage.most
         return np.stack(columns, axis=1)
 
     def draw(self, count: int, rng: np.random.Generator) -> Ints:
         """Depths and widths are uniform and independent, as in the authors' code."""
         return self.architectures(rng.integers(0, self._choices, size=(count, len(self._choices))))
+
+    def draw_near_largest(self, fewer_blocks: int, widths: Sequence[int], rng: np.random.Generator) -> Ints:
+        """One architecture whose stages lack at most so many blocks, of these width indices; else as `draw`."""
+        lows: list[int] = []
+        highs: list[int] = []
+        for stage in self.stages:
+            extra = stage.most - stage.fewest
+            lows += [max(0, extra - fewer_blocks), *[0] * stage.most]
+            highs += [extra + 1, *[len(widths)] * stage.most]
+        drawn, start = rng.integers(lows, highs, size=(1, len(highs))), 0
+        for stage in self.stages:
+            part = slice(start + 1, start + 1 + stage.most)
+            drawn[:, part] = np.asarray(widths)[drawn[:, part]]
+            start += 1 + stage.most
+        return self.architectures(drawn)
 
     def mutate(self, architectures: Ints, probability: float, rng: np.random.Generator) -> Ints:
         """Absent blocks get random widths, which deeper children use."""
@@ -162,16 +233,6 @@ class ElasticGenome:
 
     def one_hot(self, architectures: Ints) -> Floats:
         return _one_hot(self.genes(architectures), self._choices)
-
-
-def _options(stage: ElasticStage, genes: Ints) -> Ints:
-    """The option of each row of a stage's genes (n, 1 + most): the count of shallower options plus a base-w number."""
-    depth = genes[:, 0] + stage.fewest
-    shallower = np.array([sum(stage.widths**k for k in range(stage.fewest, d)) for d in range(stage.most + 1)])
-    places = depth[:, None] - 1 - np.arange(stage.most)
-    digits = np.where(places >= 0, genes[:, 1:] * stage.widths ** np.maximum(places, 0), 0)
-    options: Ints = shallower[depth] + digits.sum(axis=1)
-    return options
 
 
 def as_array(architectures: Sequence[Sequence[int]]) -> Ints:

@@ -12,7 +12,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.trees import Tree
-from fedloom.platform.plugins import PluginError, blaming, imported, nearest
+from fedloom.platform.plugins import NOT_CAUGHT, PluginError, an, blaming, imported, in_one_line, nearest, place_of
 from fedloom.platform.spaces.base import FixedSpace, Measure
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, bytes_of
 from fedloom.platform.spaces.space_config import SpaceConfig, Spaces
@@ -79,17 +80,31 @@ class ModuleSpace(FixedSpace):
     # -- networks ---------------------------------------------------------------------------------------------------
 
     def _built(self, seed: int) -> nn.Module:
-        """What the user's function gives with torch's generator at this seed; PluginError if it is no module."""
+        """What the user's function gives with torch's generator at this seed.
+
+        Raises PluginError if it gives no module, or one whose lazy layers have no shapes yet.
+        """
         path = self.config.build or ""
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), blaming("network", path):
-            torch.default_generator.manual_seed(seed)
             build = imported("network", path)
+            if isinstance(build, nn.Module):
+                raise PluginError(f"network {path!r} is {an(type(build).__name__)}: name a function that builds it")
+            # Set after the import, which may draw numbers, but only in the first of several calls.
+            torch.default_generator.manual_seed(seed)
             made = build(self.input_shape, self.config.num_classes) if _takes_arguments(build) else build()
         if not isinstance(made, nn.Module):
-            raise PluginError(f"network {path!r} gives {type(made).__name__}: give a torch.nn.Module")
+            raise PluginError(f"{self._blame()} gives {an(type(made).__name__)}: give a torch.nn.Module")
+        lazy = [name for name, tensor in (*made.named_parameters(), *made.named_buffers()) if is_lazy(tensor)]
+        if lazy:
+            raise PluginError(f"{self._blame()}: {lazy[0]} has no shape yet: give sizes to its lazy layers")
         if self.config.weights is not None:
             load_stored(made, Path(self.config.weights).expanduser(), self.config.weights_names or {})
         return made
+
+    def _blame(self) -> str:
+        """The network and where it is built, as messages name it."""
+        path = self.config.build or ""
+        return f"network {path!r}{place_of(imported('network', path))}"
 
     @cached_property
     def _template(self) -> nn.Module:
@@ -114,24 +129,32 @@ class ModuleSpace(FixedSpace):
     def tried(self, x: Tree, y: Tree) -> Any:
         """Its outputs for a batch of the data, with gradients.
 
-        Raises PluginError, with the line of the user's code, for a network that fails, has nothing to train, or gives
-        logits (B, classes) or (B, classes, T) of another number of classes than labels (B,) or (B, T) have.
+        Raises PluginError, with the line of the user's code, for a network that fails (naming the layer and what it
+        gets), has nothing to train, or gives logits (B, classes) or (B, classes, T) of another number of classes than
+        labels (B,) or (B, T) have.
         """
         self.batch, module = x, self.build_subnet((0,))
         module.load_state_dict(self.initial_weights(torch.Generator().manual_seed(0)), strict=False)
-        path = self.config.build or ""
         if not self.parameter_names:
-            raise PluginError(f"network {path!r} has no parameter that needs a gradient: there is nothing to train")
-        with blaming("network", path), torch.random.fork_rng(devices=[]):
-            outputs = module.train()(x)
+            raise PluginError(f"{self._blame()} has no parameter that needs a gradient: there is nothing to train")
+        entered = _followed(module.train())
+        try:
+            with torch.random.fork_rng(devices=[]):
+                outputs = module(x)
+        except NOT_CAUGHT:
+            raise
+        except BaseException as error:
+            raise PluginError(f"{self._blame()} fails{entered[-1]}: {in_one_line(error)}") from error
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
         if isinstance(logits, Tensor) and isinstance(y, Tensor):
             expected = (len(y), self.config.num_classes, *y.shape[1:])
             if tuple(logits.shape) != expected:
                 raise PluginError(
-                    f"network {path!r} gives {tuple(logits.shape)} for labels {tuple(y.shape)} of "
+                    f"{self._blame()} gives {tuple(logits.shape)} for labels {tuple(y.shape)} of "
                     f"{self.config.num_classes} classes: expected {expected}"
                 )
+            if not logits.requires_grad:
+                raise PluginError(f"{self._blame()}: its outputs depend on no parameter that needs a gradient")
         return outputs
 
     # -- tensors ----------------------------------------------------------------------------------------------------
@@ -229,9 +252,28 @@ def _sharing(constant: Tensor) -> nn.Parameter:
     return nn.Parameter(constant.detach(), requires_grad=False)
 
 
+def _followed(module: nn.Module) -> list[str]:
+    """What a forward pass is in at the moment, outermost first: ` in its layer NAME, TYPE(...), which gets SHAPES`."""
+    entered = [""]  # the network itself: its line of code says more
+
+    def enter(name: str, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        arguments = [*inputs, *options.values()]
+        shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in arguments)
+        entered.append(f" in its layer {name}, {type(layer).__name__}({layer.extra_repr()}), which gets {shapes}")
+
+    def leave(*_: Any) -> None:
+        entered.pop()
+
+    for name, layer in module.named_modules():
+        if name:
+            layer.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            layer.register_forward_hook(leave)
+    return entered
+
+
 def _by_name(_module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
     """The arguments of the user's `forward` for a batch, or for a batch and an architecture."""
-    x = inputs[0]
+    x = inputs[0] if inputs else {}
     return ((), {**x, **options}) if isinstance(x, Mapping) else ((x,), options)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.spaces.base import FixedSpace
 from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
-from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+from fedloom.platform.spaces.genome import ElasticGenome, elastic_stage
 from fedloom.platform.spaces.initialisation import UniformConvolution
 from fedloom.platform.spaces.space_config import spaces_of
 
@@ -47,7 +47,8 @@ class ResnetDesign:
 
     `initialisation` of the convolutions is torch (uniform +-1/sqrt(fan-in)) or he (normal, fan-out), by default torch
     without norms: they cannot undo He's scale, with which the largest subnet starts at a loss of 5 and a gradient norm
-    of 200 instead of 2.30 and .3. `bias` adds biases to the convolutions.
+    of 200 instead of 2.30 and .3. `bias` adds biases to the convolutions. `coupled`, the depth of a stage decides the
+    width of its blocks (CompOFA).
 
     Source: SuperFed, Sec. 4.1; OFA's search space; the authors' code (identity norms, no biases, torch's defaults).
     """
@@ -64,6 +65,7 @@ class ResnetDesign:
     norm: str = "none"
     initialisation: str | None = None
     bias: bool = False
+    coupled: bool = False
     input_dtype: ClassVar[torch.dtype] = torch.float32
 
     def __post_init__(self) -> None:
@@ -87,7 +89,8 @@ class ResnetDesign:
     @property
     def genome(self) -> ElasticGenome:
         """Depths and widths per stage."""
-        return ElasticGenome(tuple(ElasticStage(1, 1 + depth, len(self.expansions)) for depth in self.depths))
+        widths = len(self.expansions)
+        return ElasticGenome(tuple(elastic_stage(1, 1 + n, widths, coupled=self.coupled) for n in self.depths))
 
     @property
     def keeps_statistics(self) -> bool:

@@ -19,7 +19,8 @@ class SpaceConfig:
 
     The designs document the values (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `RnnDesign`, `DartsDesign`,
     `Resnet18Design`, `DartsV2Design`, `ModularDesign`, `CnnWidthDesign`, `ResnetWidthDesign`, `LstmWidthDesign`,
-    `CnnDepthDesign`, `ResnetDepthDesign`, `TransformerDesign`); a value that a space does not have is an error.
+    `CnnDepthDesign`, `ResnetDepthDesign`, `CnnScaledDesign`, `ResnetScaledDesign`, `TransformerDesign`); a value that a
+    space does not have is an error.
     """
 
     name: Annotated[str, ComponentName("space"), "the search space"] = "cnn_digits"
@@ -42,8 +43,13 @@ class SpaceConfig:
     expansions: Annotated[
         list[Annotated[float, Interval(gt=0, le=1000)]] | None, "widths of a block, as shares of its stage's"
     ] = None
-    widths: Annotated[list[Annotated[float, SHARE]] | None, "width: shares of the channels, ascending to 1.0"] = None
-    scaler: Annotated[bool | None, "width: whether narrow layers are scaled up in training (HeteroFL)"] = None
+    widths: Annotated[
+        list[Annotated[float, SHARE]] | None, "width, scaled, split: shares of the channels, ascending to 1.0"
+    ] = None
+    scaler: Annotated[bool | None, "width, split: whether narrow layers are scaled up in training (HeteroFL)"] = None
+    coupled: Annotated[
+        bool | None, "elastic: whether the depth of a stage decides the width of its blocks (CompOFA)"
+    ] = None
     width_multiplier: Annotated[float | None, Interval(gt=0, le=1000), "factor on all channels"] = None
     norm: Annotated[str | None, NOT_EMPTY, "normalisation, such as batch or none"] = None
     initialisation: Annotated[str | None, NOT_EMPTY, "resnet: convolutions start as torch's or he's"] = None

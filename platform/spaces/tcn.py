@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
-from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+from fedloom.platform.spaces.genome import ElasticGenome, elastic_stage
 from fedloom.platform.spaces.space_config import spaces_of
 
 
@@ -20,7 +20,8 @@ class TcnDesign:
 
     A subnet has `blocks[0]` to `blocks[1]` temporal blocks, with dilations 1, 2, 4, ...; `expansions` scale the first
     convolution's output channels. With `tied`, the decoder uses the embedding's weights, of the blocks' width.
-    `dropout` is the blocks'; `embedding_dropout` the embedding's, by default the same.
+    `dropout` is the blocks'; `embedding_dropout` the embedding's, by default the same. `coupled`, the number of blocks
+    decides their width (CompOFA).
 
     Source: SuperFedNAS, App. (text); Bai et al. 2018.
     """
@@ -36,6 +37,7 @@ class TcnDesign:
     dropout: float = 0.1
     embedding_dropout: float | None = None
     tied: bool = False
+    coupled: bool = False
     input_dtype: ClassVar[torch.dtype] = torch.int64
     keeps_statistics: ClassVar[bool] = False
     """Weight normalisation has no running statistics."""
@@ -59,7 +61,7 @@ class TcnDesign:
     @property
     def genome(self) -> ElasticGenome:
         """One stage: the number of temporal blocks and the width of each."""
-        return ElasticGenome((ElasticStage(self.blocks[0], self.blocks[1], len(self.expansions)),))
+        return ElasticGenome((elastic_stage(*self.blocks, len(self.expansions), coupled=self.coupled),))
 
     @property
     def widths(self) -> Mapping[str, tuple[float, ...]]:

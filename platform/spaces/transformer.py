@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.depth import DepthSpace
+from fedloom.platform.spaces.depth import SCALED_WIDTHS, DepthSpace, ScaledSpace
 from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
-from fedloom.platform.spaces.genome import ElasticGenome, ElasticStage
+from fedloom.platform.spaces.genome import ElasticGenome, elastic_stage
 from fedloom.platform.spaces.space_config import Spaces, spaces_of
 from fedloom.platform.spaces.width import Keep, WidthDesign, WidthSpace, channels_kept, resize
 
@@ -247,11 +247,13 @@ MOST_OPTIONS = 100_000
 class ElasticTransformerDesign(TransformerDesign):
     """Subnets keep the first blocks of every stage, and of each block shares of the heads and of the hidden channels.
 
-    `head_shares` and `expansions` are these shares, ascending to 1; a block chooses both independently.
+    `head_shares` and `expansions` are these shares, ascending to 1; a block chooses both independently. `coupled`, the
+    number of a stage's blocks decides both (CompOFA).
     """
 
     head_shares: tuple[float, ...] = (0.5, 1.0)
     expansions: tuple[float, ...] = (0.25, 0.5, 1.0)
+    coupled: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -262,7 +264,7 @@ class ElasticTransformerDesign(TransformerDesign):
                     f"space.{name}={list(shares)}: give shares in ascending order, above 0, the last one 1.0"
                 )
         widths = len(self.head_shares) * len(self.expansions)
-        if widths ** max(self.blocks) > MOST_OPTIONS:
+        if not self.coupled and widths ** max(self.blocks) > MOST_OPTIONS:
             raise ValueError(
                 f"space.blocks={list(self.blocks)}: {max(self.blocks)} blocks of {widths} widths have more than "
                 f"{MOST_OPTIONS} combinations: give more stages of fewer blocks"
@@ -271,8 +273,8 @@ class ElasticTransformerDesign(TransformerDesign):
     @property
     def genome(self) -> ElasticGenome:
         """Depths and widths per stage."""
-        widths = len(self.head_shares) * len(self.expansions)
-        return ElasticGenome(tuple(ElasticStage(1, most, widths) for most in self.blocks))
+        widths = (len(self.head_shares), len(self.expansions))
+        return ElasticGenome(tuple(elastic_stage(1, most, *widths, coupled=self.coupled) for most in self.blocks))
 
     @property
     def keeps_statistics(self) -> bool:
@@ -331,6 +333,17 @@ class TransformerDepthDesign(TransformerDesign):
         return [self.build_head() for _ in self.blocks]
 
 
+@dataclass(frozen=True)
+class TransformerScaledDesign(TransformerDepthDesign):
+    """Subnets of i stages have the share `widths[i - 1]` of the heads, whose size stays, and channels for them."""
+
+    widths: tuple[float, ...] = SCALED_WIDTHS
+
+    def narrower(self, share: float) -> TransformerScaledDesign:
+        heads = channels_kept(share, self.attention_heads)
+        return replace(self, attention_heads=heads, embedding_size=self.embedding_size // self.attention_heads * heads)
+
+
 SPACES: Spaces = {
     **spaces_of(
         ElasticSpace,
@@ -346,5 +359,10 @@ SPACES: Spaces = {
         DepthSpace,
         TransformerDepthDesign("vit_depth"),
         TransformerDepthDesign("gpt_depth", (80,), 90, patch_size=None, blocks=(3, 3)),
+    ),
+    **spaces_of(
+        ScaledSpace,
+        TransformerScaledDesign("vit_scaled"),
+        TransformerScaledDesign("gpt_scaled", (80,), 90, patch_size=None, blocks=(3, 3), widths=(0.7, 1.0)),
     ),
 }

@@ -105,6 +105,11 @@ TINY_SILOS = [
     *(o for o in TINY_SPIDER if "experiment" not in o),
 ]
 
+TINY_SMALL_SILOS = [
+    *(o for o in TINY_SPIDER if not o.startswith(("experiment", "space"))),
+    "space.stage_widths=[4,8]",
+]
+
 TINY_FEDAVG = [
     "experiment=fedavg_digits",
     *TINY_CNN,
@@ -139,6 +144,13 @@ COMPARED = {
     "heterofl": ["experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true"],
     "fjord": ["experiment=fjord_digits", *TINY_WIDTHS, "method.train.selection=power_of_choice"],
     "fedrolex": ["experiment=fedrolex_digits", *TINY_WIDTHS, "method.train.selection=tier_quota"],
+    "feddf": ["experiment=feddf_digits", *TINY_WIDTHS, "method.distillation.steps=3"],
+    "splitmix": [
+        "experiment=splitmix_digits",
+        *(o for o in TINY_WIDTHS if "bounds" not in o),
+        "tiers.upper_bounds=[5000,10000,14000,20000]",
+    ],
+    "pfedme": ["experiment=pfedme_digits", *TINY_SMALL_SILOS, "method.train.beta=2"],
     "depthfl": [
         "experiment=depthfl_digits",
         *(o for o in TINY_WIDTHS if "space" not in o and "bounds" not in o),
@@ -149,10 +161,38 @@ COMPARED = {
         *("experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true", "method.train.processors=[top_k,qsgd]"),
         *("method.train.options.share=0.2", "method.train.options.direction=both"),
     ],
+    "transformers": [
+        "experiment=superfednas_vit_digits",
+        *(o for o in TINY_CNN if not o.startswith("space")),
+        "space.embedding_size=8",
+        "space.dropout=0.1",
+        "data.partition=shards",
+        "data.noise=0.1",
+        "method.train.rounds=3",
+        "method.train.epochs=2",
+        "method.train.clients_per_round=6",
+        "method.train.local_warmup_steps=1",
+        "method.train.local_cosine_to=0.1",
+        "method.search.samples=0",
+        *KEPT_ADAM,
+    ],
+    "scalefl": [
+        "experiment=scalefl_digits",
+        *(o for o in TINY_WIDTHS if "space" not in o and "bounds" not in o),
+        "space.stage_widths=[6,8,10,12]",
+        "tiers.upper_bounds=[22000,33000,40000,50000]",
+    ],
+    "ofa": [
+        *(o for o in TINY_ELASTIC if not o.startswith(("experiment", "method.search", "method.train.dist"))),
+        "experiment=ofa_digits",
+        "method.train.rounds=5",
+        "method.train.depth_share=0.2",
+        "method.search.samples=0",
+    ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
     "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],
 }
-"""The methods that others are compared with; each also has a selection rule of its own."""
+"""The methods that others are compared with; most also have a selection rule of their own."""
 
 TINY_RUNS = {
     **COMPARED,
@@ -179,6 +219,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def empty_tables(family: str) -> tuple[str, ...]:
     """The tables that a family's runs write nothing to."""
+    if family == "pfedme":
+        return ("candidates", "models")
     if family in COMPARED:
         return () if family == "private" else ("candidates",)
     return () if family in ("fedoras", "superfednas", "multi_stage") else ("candidates", "models")

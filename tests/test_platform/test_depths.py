@@ -297,11 +297,11 @@ class Silent(DepthNetwork):
         return super().forward(x)
 
 
-class LastAlone(DepthNetwork):
+class FirstAlone(DepthNetwork):
     def forward(self, x: Tensor, of_exits: list[Tensor] | None = None) -> Tensor:
         logits: list[Tensor] = [] if of_exits is None else of_exits
         super().forward(x, logits)
-        return logits[-1]
+        return logits[0]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ class LastAlone(DepthNetwork):
             Silent,
             "'mine:build': the subnet of architecture 0 appends the logits of 0 exits to the list, num_exits",
         ),
-        (LastAlone, "'mine:build': the subnet of architecture 2 returns something else than the mean of its exits'"),
+        (FirstAlone, "'mine:build': the subnet of architecture 2 returns neither the mean of its exits' logits nor"),
     ],
 )
 def test_a_users_space_that_does_not_show_its_exits_is_refused(

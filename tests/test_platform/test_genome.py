@@ -7,11 +7,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
 
-from fedloom.platform.spaces.genome import ABSENT, ElasticGenome, ElasticStage, Genome, PlainGenome, as_array
+from fedloom.platform.spaces.genome import (
+    ABSENT,
+    ElasticGenome,
+    ElasticStage,
+    Genome,
+    PlainGenome,
+    as_array,
+    elastic_stage,
+)
 
 RESNET = ElasticGenome((ElasticStage(1, 3, 5),) * 4)
-stages = st.tuples(st.integers(1, 2), st.integers(0, 2), st.integers(1, 4)).map(
-    lambda s: ElasticStage(s[0], s[0] + s[1], s[2])
+stages = st.tuples(st.integers(1, 2), st.integers(0, 2), st.integers(1, 4), st.booleans()).map(
+    lambda s: elastic_stage(s[0], s[0] + s[1], s[2], coupled=s[3])
 )
 genomes = st.lists(stages, min_size=1, max_size=3).map(lambda s: ElasticGenome(tuple(s)))
 

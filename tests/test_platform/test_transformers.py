@@ -174,18 +174,22 @@ TINY = [
     *("space.embedding_size=8", "space.attention_heads=2", "space.patch_size=4", "tiers.upper_bounds=null"),
     *("tiers.count=1", "method.train.rounds=1", "method.train.clients_per_round=3", "method.train.epochs=1"),
 ]
+OFA = ["experiment=superfednas_vit_digits", "method=ofa", "method.family=[smallest,largest]", "method.search.samples=0"]
 RUNS = {
     "superfednas": ["experiment=superfednas_vit_digits", "method.family=[smallest,largest]", "method.search.samples=0"],
+    "ofa": [*OFA, "method.train.rounds=5", "method.train.depth_share=0.2"],
+    "compofa": [*OFA, "method.train.rounds=2", "method.train.depth_share=0.0", "space.coupled=true"],
     "heterofl": ["experiment=heterofl_vit_digits"],
     "fjord": ["experiment=fjord_vit_digits"],
     "fedrolex": ["experiment=fjord_vit_digits", "method=fedrolex"],
     "depthfl": ["experiment=fjord_vit_digits", "method=depthfl", "space.name=vit_depth", "space.widths=null"],
+    "scalefl": ["experiment=fjord_vit_digits", "method=scalefl", "space.name=vit_scaled", "space.widths=[0.5,1.0]"],
 }
 
 
 @pytest.mark.parametrize("method", RUNS)
 def test_every_method_trains_them(method: str, tmp_path: Path, run_in_memory: Any) -> None:
-    config = compose_config([*RUNS[method], *TINY, "executor.kind=serial", f"results={tmp_path}"])
+    config = compose_config([*TINY, *RUNS[method], "executor.kind=serial", f"results={tmp_path}"])
     _, memory, _ = run_in_memory(config)
     assert {row["status"] for r in memory.records for t, row in r.rows if t == "clients"} == {"ok"}
 

@@ -46,9 +46,9 @@ ROOT = str(Path(__file__).parents[2])
 
 FAMILIES = (
     *("fedoras", "superfednas", "spider", "fedpnas", "ditto", "knn_per", "depthfl", "fedavg_secure", "scaffold"),
-    *("superfednas_shakespeare", "heterofl", "superfednas_vit"),
+    *("superfednas_shakespeare", "heterofl", "superfednas_vit", "pfedme", "splitmix", "feddf"),
     *("multi_stage", "fedmn", "fedavg_private", "fedoras_tasks", "milenas", "fednas", "per_fedavg", "local_adaptation"),
-    *("global_nas", "zerofl", "feddyn"),
+    *("global_nas", "zerofl", "feddyn", "ofa", "scalefl"),
 )
 """Frozen runs that together have every kind of work; those of the last two rows have little that the others lack."""
 PAPERS = {
