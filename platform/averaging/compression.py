@@ -100,8 +100,10 @@ class TopK(Processor):
         memory = {name: message.memory("top_k", name) for name in message.parameters}
         changes = {name: change + memory[name] for name, change in message.changes().items()}
         for name, left_out in smallest(changes, self.share).items():
+            tensor = message.update.tensors[name]
+            # Not received + change: with an empty memory what is sent keeps its bits.
+            tensor.copy_(torch.where(left_out, message.received[name], tensor + memory[name]))
             memory[name].copy_(changes[name] * left_out)
-            message.send({name: changes[name] * ~left_out})
         return replace(message, traffic=self.expected(message.traffic))
 
     def expected(self, traffic: Traffic) -> Traffic:

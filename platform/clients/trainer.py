@@ -119,8 +119,9 @@ class Train:
         payload = Payload(sent_bytes, cost.parameters, 0)
         if self.processors:
             trained = worker.space.parameter_names
-            held = self.network.held(worker.space).items()
-            payload = payload._replace(tensors=sum(name in trained or piece.source in trained for name, piece in held))
+            pieces = self.network.held(worker.space).items()
+            tensors = sum(name in trained or piece.source in trained for name, piece in pieces)
+            payload = payload._replace(tensors=tensors)
         down, up = expected_traffic(self.processors, Traffic(payload, payload))
         return ClientResult(
             samples=samples,

@@ -77,6 +77,23 @@ def test_of_few_changes_among_many_the_places_are_listed() -> None:
     assert TopK(share=0.01).expected(Traffic(whole, whole)) == Traffic(whole, Payload(10 * 4 + 10 * 4, 10, 3))
 
 
+def test_limits_of_top_k_are_no_processor_and_sparsify(tiny_config: Any, run_in_memory: Any) -> None:
+    """Bit for bit: if all is sent, and in the first round, in which there is nothing to remember yet."""
+
+    def weights(processors: list[str], share: float, rounds: int) -> Any:
+        options = {"share": share} if processors else {}
+        train = TrainingConfig(rounds, clients_per_round=3, batch_size=16, processors=processors, options=options)
+        _, memory, _ = run_in_memory(tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train)))
+        return memory.state(rounds - 1).weights("fedavg")
+
+    def same(one: Any, other: Any) -> bool:
+        return all(torch.equal(one[name], other[name]) for name in one)
+
+    assert same(weights(["top_k"], 1.0, 2), weights([], 1.0, 2))
+    assert same(weights(["top_k"], 0.2, 1), weights(["sparsify"], 0.2, 1))
+    assert not same(weights(["top_k"], 0.2, 2), weights(["sparsify"], 0.2, 2))
+
+
 @given(st.integers(0, 1000))
 def test_what_has_arrived_and_what_is_remembered_is_all_that_was_trained(seed: int) -> None:
     state: dict[str, Tensor] = {}
