@@ -180,6 +180,10 @@ COMPARED = {
     "hetlora": ["method=hetlora", *TINY_ADAPTERS, "method.penalty=2.0"],
     "flexlora": ["method=flexlora", *TINY_ADAPTERS],
     "flora": ["method=flora", *TINY_ADAPTERS],
+    "compressed": [
+        *("experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true", "method.train.processors=[top_k,qsgd]"),
+        *("method.train.options.share=0.2", "method.train.options.direction=both"),
+    ],
     "transformers": [
         "experiment=superfednas_vit_digits",
         *(o for o in TINY_CNN if not o.startswith("space")),
