@@ -346,6 +346,14 @@ def place_in_own(error: BaseException) -> str:
     )
 
 
+def place_of(code: Any) -> str:
+    """` (line N of FILE)` for a function or a class; empty if its source is not there."""
+    try:
+        return f" (line {inspect.getsourcelines(code)[1]} of {Path(inspect.getfile(code)).name})"
+    except (OSError, TypeError):
+        return ""
+
+
 def raised_by_own(error: BaseException) -> bool:
     """Whether the user's own code, or a package that it calls, raised an error, rather than fedloom called by it."""
     places = _places(error)

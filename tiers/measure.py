@@ -121,8 +121,8 @@ def activation_bytes_of(module: nn.Module, x: Any) -> int:
     return peak_bytes
 
 
-def latency_s_of(module: nn.Module, x: Tensor, *, warmup: int = 3, repeats: int = 20) -> Latency:
-    """Measures the seconds of one forward pass on the batch `x`, on the device of the module and `x`.
+def latency_s_of(module: nn.Module, x: Any, *, warmup: int = 3, repeats: int = 20) -> Latency:
+    """Measures the seconds of one forward pass on the batch `x` (a tensor or several by name), on their device.
 
     The module runs in evaluation mode without gradients; the first `warmup` passes are discarded.
 
@@ -132,9 +132,11 @@ def latency_s_of(module: nn.Module, x: Tensor, *, warmup: int = 3, repeats: int 
     if repeats < 1 or warmup < 0:
         raise ValueError(f"a latency needs repeats >= 1 and warmup >= 0, given repeats={repeats}, warmup={warmup}")
 
+    device = next(_tensors_in(x)).device
+
     def now_s() -> float:
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     samples_s = []

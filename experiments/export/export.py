@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from fedloom.experiments.export.selection import Chosen, Wanted, check_wanted, c
 from fedloom.experiments.runs.configuration import stored_config
 from fedloom.platform.clients.evaluation import batches_of
 from fedloom.platform.clients.networks import ESTIMATED, Subnet
+from fedloom.platform.clients.objectives import logits_of
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.trees import single
+from fedloom.platform.data.trees import Tree, first, mapped, rows_of
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fedoras import FedorASConfig
@@ -123,7 +125,7 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
                     raise ValueError(
                         f"run {paths.run_id}: samples of texts have many labels each; compare over clients"
                     )
-                predicted = torch.cat([module(x_B).argmax(dim=1) for x_B, _ in batches_of(data)])
+                predicted = torch.cat([logits_of(module(x_B)).argmax(dim=1) for x_B, _ in batches_of(data)])
                 y = data.labels
             model = chosen.models[0] if len(chosen.models) == 1 else name
             key = (model, chosen.tier or "server", "")
@@ -141,7 +143,7 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
             f"an export is checked on validation data, of which this run has {len(data)} samples: it needs a run "
             "with a larger data.validation_share"
         )
-    sample = single(data.tensors(slice(2))[0], "an export")
+    sample = data.tensors(slice(2))[0]
     encoded = encode(module, sample, formats)
     comparison = compare(
         _reference(worker, chosen, module), {kind: file.forward for kind, file in encoded.items()}, data
@@ -217,15 +219,14 @@ def model_card(
     world: World,
     chosen: Chosen,
     module: nn.Module,
-    sample: Tensor,
+    sample: Tree,
     comparison: Comparison,
     class_names: Sequence[str],
 ) -> Card:
     """The card of a model as JSON data, without the entries of its files."""
     space, dataset = world.space, world.data.dataset
-    shape = list(space.input_shape)
     computed = json.dumps(what_is_computed(asdict(world.config)), sort_keys=True)
-    x = sample[:1]
+    x = mapped(itemgetter(slice(1)), sample)
     return {
         "card_version": CARD_VERSION,
         "run_id": paths.run_id,
@@ -238,21 +239,16 @@ def model_card(
         "macs": int(world.macs_table.cost(chosen.architecture)),
         "parameters": int(space.cost_table("parameters").cost(chosen.architecture)),
         "size_bytes": bytes_of(module.state_dict()),
-        "input": {
-            "name": INPUT,
-            "shape": ["batch", *(["length"] if dataset.kind == "tokens" else shape)],
-            "trained_shape": shape,
-            "dtype": str(sample.dtype).removeprefix("torch."),
-        },
+        **_inputs(sample, free_length=dataset.per_position),
         "output": {"name": OUTPUT, "classes_dimension": 1},
         "preprocessing": preprocessing(dataset),
         "class_names": list(class_names),
         "recorded": recorded(paths, chosen),
         "latency": {
             **asdict(latency_s_of(module, x)),
-            "device": str(x.device),
+            "device": str(first(x).device),
             "threads": torch.get_num_threads(),
-            "batch_size": len(x),
+            "batch_size": rows_of(x),
         },
         "versions": {package: version(package) for package in ("fedloom", "torch")},
         "measured": {
@@ -269,6 +265,23 @@ def model_card(
     }
 
 
+def _inputs(sample: Tree, *, free_length: bool) -> Card:
+    """The model's `input`, or its `inputs` by name."""
+
+    def described(name: str, tensor: Tensor) -> Card:
+        shape = list(tensor.shape[1:])
+        return {
+            "name": name,
+            "shape": ["batch", *(["length"] if free_length else shape)],
+            "trained_shape": shape,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+
+    if isinstance(sample, Tensor):
+        return {"input": described(INPUT, sample)}
+    return {"inputs": [described(name, tensor) for name, tensor in sample.items()]}
+
+
 def describe_architecture(space: SearchSpace, architecture: Architecture) -> Card:
     """The choices of an architecture and their meaning: depths and expansions, or the operator of every layer."""
     choices = [int(option) for option in architecture]
@@ -282,8 +295,10 @@ def describe_architecture(space: SearchSpace, architecture: Architecture) -> Car
 
 def preprocessing(dataset: Dataset) -> Card:
     """The conversion of raw data to the model's input; for images (pixel / scale - mean) / std, per channel."""
-    if dataset.kind == "tokens":
-        return {"kind": dataset.kind, "rule": "the place of each token in class_names"}
+    if not dataset.normalises:
+        is_text = dataset.per_position and isinstance(dataset.input_shape, tuple)
+        rule = "the place of each token in class_names" if is_text else "as the data set gives them"
+        return {"kind": dataset.kind, "rule": rule}
     values = {"scale": dataset.scale, "mean": list(dataset.mean), "std": list(dataset.std)}
     return {"kind": dataset.kind, "rule": "(pixel / scale - mean) / std, channels first", **values}
 

@@ -8,22 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from fedloom.platform.clients.evaluation import batches_of
-from fedloom.platform.clients.objectives import IGNORED
+from fedloom.platform.clients.objectives import IGNORED, logits_of
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.data.dataset import StoredSamples
-from fedloom.platform.data.trees import single
+from fedloom.platform.data.trees import Tree, single
 from fedloom.platform.results.checkpoint import from_bytes, to_bytes
 
 FORMATS = ("safetensors", "pt2", "onnx")
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 INPUT, OUTPUT = "x", "logits"
-Forward = Callable[[Tensor], Tensor]
+Forward = Callable[[Any], Tensor]
+"""Maps a batch of inputs, one tensor or several by name, to logits."""
 
 
 @dataclass(frozen=True)
@@ -48,55 +50,69 @@ def check_formats(formats: Sequence[str]) -> None:
         raise ValueError(f"--formats onnx needs {', '.join(missing)}: pip install 'fedloom[onnx]', or leave onnx out")
 
 
-def encode(module: nn.Module, sample: Tensor, formats: Sequence[str]) -> dict[str, Encoded]:
+def encode(module: nn.Module, sample: Tree, formats: Sequence[str]) -> dict[str, Encoded]:
     """Encodes the module, which is in evaluation mode, in every given format.
 
-    `sample` is a batch of two or more inputs. The encoded model has a free batch size and, for tokens (integers), a
-    free length, unless it has a step per token, as recurrent networks do: programs and ONNX then take the sample's.
-    Raises ValueError if torch cannot export the module as a program.
+    `sample` is a batch of two or more inputs. The encoded model has a free batch size and, for tokens (one tensor of
+    integers), a free length, unless it has a step per token, as recurrent networks do: programs and ONNX then take the
+    sample's. Several inputs are passed by their names. Raises ValueError if torch cannot export the module.
     """
     encoded: dict[str, Encoded] = {}
     if "safetensors" in formats:
         encoded["safetensors"] = _safetensors(module)
     if {"pt2", "onnx"} & set(formats):
         program, shapes = _traced(module, sample)
-        length = sample.shape[1] if not sample.is_floating_point() and len(shapes) == 1 else None
+        is_fixed = isinstance(sample, Tensor) and not sample.is_floating_point() and len(shapes[INPUT]) == 1
+        length = sample.shape[1] if isinstance(sample, Tensor) and is_fixed else None
         if "pt2" in formats:
             encoded["pt2"] = replace(_pt2(program), length=length)
         if "onnx" in formats:
-            encoded["onnx"] = replace(_onnx(program, shapes), length=length)
+            with torch.no_grad():
+                outputs = module(sample)
+            names = [*outputs] if isinstance(outputs, Mapping) else [OUTPUT]
+            encoded["onnx"] = replace(_onnx(program, shapes, names), length=length)
     return encoded
 
 
-def _traced(module: nn.Module, sample: Tensor) -> tuple[ExportedProgram, dict[int, Dim]]:
-    """The program, and the sizes of its input that are free."""
+Shapes = dict[str, dict[int, Dim]]
+"""The sizes of inputs that are free, by the inputs' names."""
+
+
+def _traced(module: nn.Module, sample: Tree) -> tuple[ExportedProgram, Shapes]:
+    """The program, and the sizes of its inputs that are free."""
     batch = {0: Dim("batch")}
+    if isinstance(sample, Mapping):
+        shapes = dict.fromkeys(sample, batch)
+        return _program(module, (), dict(sample), shapes), shapes
     if not sample.is_floating_point():
-        shapes = {**batch, 1: Dim("length")}
+        shapes = {INPUT: {**batch, 1: Dim("length")}}
         with suppress(ValueError):
-            return _program(module, sample, shapes), shapes
-    return _program(module, sample, batch), batch
+            return _program(module, (sample,), {}, (shapes[INPUT],)), shapes
+    return _program(module, (sample,), {}, (batch,)), {INPUT: batch}
+
+
+def _called(function: Callable[..., Any], x: Tree) -> Any:
+    return function(**x) if isinstance(x, Mapping) else function(x)
 
 
 def _safetensors(module: nn.Module) -> Encoded:
     content = to_bytes(module.state_dict())
     stored = from_bytes(content, Path("model.safetensors"))
 
-    def forward(x: Tensor) -> Tensor:
-        y: Tensor = torch.func.functional_call(module, stored, (x,), strict=True)
-        return y
+    def forward(x: Tree) -> Tensor:
+        return logits_of(torch.func.functional_call(module, stored, (x,), strict=True))
 
     return Encoded(content, forward)
 
 
-def _program(module: nn.Module, sample: Tensor, shapes: dict[int, Dim]) -> ExportedProgram:
+def _program(module: nn.Module, inputs: tuple[Tensor, ...], by_name: dict[str, Tensor], shapes: Any) -> ExportedProgram:
     try:
-        program = torch.export.export(module, (sample,), dynamic_shapes=(shapes,))
+        program = torch.export.export(module, inputs, by_name, dynamic_shapes=shapes)
     except RuntimeError as error:  # the base class of torch's tracing errors
         first = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"torch.export cannot trace this space's subnets: {first}; export --formats safetensors"
-        ) from (error)
+        if "Constraints violated (batch)" in first:
+            first = "the number of samples is a constant in it, as after len(x): write x.shape[0]"
+        raise ValueError(f"torch.export cannot trace this network: {first}; export --formats safetensors") from error
     for node in program.graph.nodes:
         # Stack traces contain local paths, so that files of the same model would differ between machines.
         node.meta.pop("stack_trace", None)
@@ -110,15 +126,16 @@ def _pt2(program: ExportedProgram) -> Encoded:
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
         torch.export.save(program, buffer)
     content = buffer.getvalue()
-    return Encoded(content, torch.export.load(io.BytesIO(content)).module())
+    loaded = torch.export.load(io.BytesIO(content)).module()
+    return Encoded(content, lambda x: logits_of(_called(loaded, x)))
 
 
-def _onnx(program: ExportedProgram, shapes: dict[int, Dim]) -> Encoded:
+def _onnx(program: ExportedProgram, shapes: Shapes, outputs: list[str]) -> Encoded:
     import onnxruntime
 
     try:
         exported = torch.onnx.export(
-            program, input_names=[INPUT], output_names=[OUTPUT], dynamic_shapes=(shapes,), verbose=False
+            program, input_names=[*shapes], output_names=outputs, dynamic_shapes=tuple(shapes.values()), verbose=False
         )
     except RuntimeError as error:  # includes torch.onnx.errors.OnnxExporterError
         first = str(error).strip().partition("\n")[0]
@@ -129,8 +146,9 @@ def _onnx(program: ExportedProgram, shapes: dict[int, Dim]) -> Encoded:
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
-    def forward(x: Tensor) -> Tensor:
-        return torch.from_numpy(session.run([OUTPUT], {INPUT: x.numpy()})[0])
+    def forward(x: Tree) -> Tensor:
+        by_name = x if isinstance(x, Mapping) else {INPUT: x}
+        return torch.from_numpy(session.run([OUTPUT], {name: t.numpy() for name, t in by_name.items()})[0])
 
     return Encoded(content, forward)
 
@@ -184,8 +202,8 @@ def compare(reference: Forward, files: Mapping[str, Forward], data: Samples | St
     """
     agreements = {name: Agreement() for name in files}
     correct = targets = samples = 0
-    for x_B, y_B in ((single(x, "an export"), single(y, "an export")) for x, y in batches_of(data)):
-        logits, counts = reference(x_B), y_B != IGNORED
+    for x_B, y_B in ((x, single(y, "an export", "labels")) for x, y in batches_of(data)):
+        logits, counts = logits_of(reference(x_B)), y_B != IGNORED
         correct += int((logits.argmax(dim=1) == y_B).sum())
         targets += int(counts.sum())
         samples += len(y_B)

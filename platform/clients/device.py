@@ -75,7 +75,8 @@ class Kernels:
         module = module.to(device)
         if self.channels_last:
             module = module.to(memory_format=torch.channels_last)
-            module.register_forward_pre_hook(lambda _, inputs: (self.laid_out(inputs[0]), *inputs[1:]))
+            # Inputs by name, of which a network of one's own may take several, are left as they are.
+            module.register_forward_pre_hook(lambda _, inputs: inputs and (self.laid_out(inputs[0]), *inputs[1:]))
         if self.precision in AUTOCAST:
             module.forward = _in_precision(module.forward, device, self.precision)
             for part in module.modules() if device.type == "cpu" else ():

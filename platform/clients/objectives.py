@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.data.trees import rows_of, single
-from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, blaming
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, an, blaming, is_import_path
 from fedloom.platform.settings import UP_TO_A_MILLION
 
 IGNORED = -100
@@ -21,8 +21,10 @@ def logits_of(outputs: Any) -> Tensor:
     logits = outputs.get("logits", outputs) if isinstance(outputs, Mapping) else outputs
     if isinstance(logits, Tensor):
         return logits
-    kind = f"outputs named {', '.join(map(str, logits))}" if isinstance(logits, Mapping) else type(logits).__name__
-    raise ValueError(f"the network gives {kind}: give logits, or outputs by name with `logits`, or an objective of own")
+    kind = f"outputs named {', '.join(map(str, logits))}" if isinstance(logits, Mapping) else an(type(logits).__name__)
+    raise ValueError(
+        f"the network gives {kind}: give logits, outputs by name with `logits` among them, or an objective of your own"
+    )
 
 
 class Objective:
@@ -228,9 +230,12 @@ def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outpu
         kind = type(objective).__name__
         raise PluginError(f"{blame} is {kind}: derive its class from fedloom.platform.clients.objectives.Objective")
     samples = rows_of(targets)
+    if not is_import_path(choice.name):
+        single(targets, f"objective.name={choice.name}", "labels")
     if outputs is None:
         generator = torch.Generator().manual_seed(0)
-        shape = (samples, num_classes, *single(targets, blame).shape[1:])
+        positions = targets.shape[1:] if isinstance(targets, Tensor) else ()
+        shape = (samples, num_classes, *positions)
         outputs = torch.randn(shape, generator=generator).requires_grad_()
     with blaming("objective", choice.name):
         local = objective.for_client(targets)

@@ -36,7 +36,7 @@ class Arrays:
                 whatever an objective of your own takes, as one or more arrays (n, ...) by name.
             clients: the name or number of each sample's client (n,), for `data.partition=natural`.
         test: as `train`; by default a fifth of the training samples, independent of the run's seed.
-        class_names: names of the classes, or the vocabulary of tokens; by default numbers.
+        class_names: names of the classes, or the vocabulary of tokens; by default numbers, of labels by name two.
         mean, std: per channel, for the normalisation of the inputs divided by `scale`; by default those of the
             training samples.
         scale: the input value that is mapped to 1.0; by default 255 for bytes and 1 otherwise.

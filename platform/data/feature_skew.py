@@ -89,8 +89,10 @@ def skewed_dataset(config: DataConfig, dataset: Dataset, seed: int) -> Dataset:
     if config.noise is None and config.rotation is None:
         return dataset
     if dataset.kind not in ("image", "features") or (config.rotation is not None and len(dataset.input_shape) != 3):
-        what = "data.noise is for numbers" if config.rotation is None else "data.rotation is for images (C, H, W)"
-        raise ValueError(f"{what}: {dataset.name} holds {dataset.kind} of shape {dataset.input_shape}; must be null")
+        what = (
+            "data.noise is for labelled numbers" if config.rotation is None else "data.rotation is for images (C, H, W)"
+        )
+        raise ValueError(f"{what}: {dataset.name} has samples of {dataset.input_shape}; must be null")
     check_enough(config, dataset)
     skew: Fields = {"partition": describe(config, dataset, seed), "dataset": dataset.hash}
     folder = cache_root(config) / f"{dataset.name}-{hash_of({'format': FORMAT, 'skew': skew})[:KEY_LENGTH]}"

@@ -102,7 +102,7 @@ def differences(config: DataConfig, dataset: Dataset) -> list[str]:
         return []
     lines = []
     if dataset.num_classes != known.classes:
-        what = "tokens in its vocabulary" if dataset.kind == "tokens" else "classes"
+        what = "tokens in its vocabulary" if dataset.per_position else "classes"
         lines.append(f"it has {dataset.num_classes} {what}, published are {known.classes}")
     for name, count in (known.coarse or {}).items():
         names = dataset.label_sets[name].names if name in dataset.label_sets else ()
@@ -178,9 +178,12 @@ def shakespeare(
     config: DataConfig,
     *,
     padded_lines: Annotated[bool, "cut every line alone, and predict its padding, as FedorAS seems to"] = False,
+    roles: Annotated[list[Annotated[str, NOT_EMPTY]] | None, "patterns of roles' names, PLAY_ROLE; null: all"] = None,
 ) -> TokenSource:
     """Shakespeare's plays by character, one client per role, as published for TensorFlow Federated."""
-    source = ShakespeareSource.find(data_root(config), config.sequence_length, padded_lines=padded_lines)
+    source = ShakespeareSource.find(
+        data_root(config), config.sequence_length, padded_lines=padded_lines, roles=tuple(roles or ("*",))
+    )
     return source or _not_found(config)
 
 

@@ -23,6 +23,7 @@ from fedloom.platform.data.image_files import decode_image
 from fedloom.platform.data.source import HELD_OUT_SHARE, Source, held_out
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
+from fedloom.platform.words import shown
 
 ENDINGS = (".csv", ".parquet", ".arrow")
 ROWS = 1024
@@ -274,7 +275,10 @@ def _published_names(schema: pa.Schema, column: str) -> list[str] | None:
 def _image_file(table: Path, name: str | None) -> Path:
     file = table.parent / (name or "")
     if not file.is_file():
-        raise PluginError(f"{BLAME} {table} names the image {name}, which {table.parent} does not have")
+        raise PluginError(
+            f"{BLAME} {table} names the image {shown(name)}, which {table.parent} does not have; data.options.x names "
+            "other columns, and texts need a data set of your own"
+        )
     return file
 
 

@@ -55,8 +55,8 @@ def split(tree: AnyTree, sizes: int | list[int]) -> list[AnyTree]:
     return [cast(AnyTree, dict(zip(parts, batch, strict=True))) for batch in zip(*parts.values(), strict=True)]
 
 
-def single(tree: Tree, who: str) -> Tensor:
+def single(tree: Tree, who: str, what: str = "samples") -> Tensor:
     """The tensor of a tree of one; ValueError naming who cannot use several."""
     if isinstance(tree, Tensor):
         return tree
-    raise ValueError(f"{who} takes samples of one tensor, given {', '.join(tree)}: use another, or your own")
+    raise ValueError(f"{who} takes {what} of one tensor, given {', '.join(tree)}: use another, or your own")

@@ -158,14 +158,29 @@ class PostRoundEvaluation:
 
 
 @dataclass(frozen=True)
+class PostRoundWork:
+    """The server's work on a round's new state before the round ends, such as training on data of its own.
+
+    `merge` makes the round's last state of that state and what the plan's tasks return.
+    """
+
+    plan: Plan
+    merge: Callable[[RunState, RoundResult], RoundUpdate]
+
+
+@dataclass(frozen=True)
 class RoundUpdate:
-    """The state after a round (or at a stage's end), with what was measured, further rows, and models to be stored."""
+    """The state after a round (or at a stage's end), with what was measured, further rows, and models to be stored.
+
+    Of `work` and `evaluation` the former is done first, and what its `merge` returns is added to this update.
+    """
 
     state: RunState
     rows: Sequence[Row] = ()
     models: Sequence[KeptModel] = ()
     evaluation: PostRoundEvaluation | None = None
     evaluations: Sequence[Evaluation] = ()
+    work: PostRoundWork | None = None
 
 
 # -- federated training -----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fedloom.platform.federation.algorithm import (
     CLIENT,
     Plan,
     PostRoundEvaluation,
+    PostRoundWork,
     RoundResult,
     RoundUpdate,
     Row,
@@ -167,6 +168,8 @@ class Loop:
             if client.state is not None:
                 with_states = with_states.with_group(f"{CLIENT}{client.client_id}", client.state)
         merged = replace(merged, state=with_states)
+        if merged.work is not None:
+            merged = self._worked(stage, merged, merged.work)
         if merged.evaluation is not None:
             merged = self._evaluated(stage, merged, merged.evaluation)
         with stage_work(stage.name, state.round):
@@ -222,14 +225,32 @@ class Loop:
             counted=getattr(self.stages[after.stage], "counted", "rounds"),
         )
 
+    def _worked(self, stage: Stage, merged: RoundUpdate, work: PostRoundWork) -> RoundUpdate:
+        """The round after the server's further work."""
+        result = self._after_round(stage, merged, work.plan)
+        with stage_work(stage.name, merged.state.round):
+            more = answered("merge", work.merge(merged.state, result), RoundUpdate)
+        return replace(
+            more,
+            rows=[*merged.rows, *more.rows],
+            models=[*merged.models, *more.models],
+            evaluation=more.evaluation or merged.evaluation,
+            evaluations=[*merged.evaluations, *more.evaluations],
+        )
+
     def _evaluated(self, stage: Stage, merged: RoundUpdate, evaluation: PostRoundEvaluation) -> RoundUpdate:
         """The round with what its evaluation has measured added."""
-        with stage_work(stage.name, merged.state.round):
-            plan = checked_plan(evaluation.plan, merged.state)
-        result = self._execute(plan, merged.state)
-        self._check_failures(stage.name, merged.state.round, result.client_results, ())
+        result = self._after_round(stage, merged, evaluation.plan)
         with stage_work(stage.name, merged.state.round):
             return replace(merged, evaluations=[*merged.evaluations, *evaluation.evaluations(result)])
+
+    def _after_round(self, stage: Stage, merged: RoundUpdate, planned: Plan) -> RoundResult:
+        """What the tasks return that are done on a round's new state."""
+        with stage_work(stage.name, merged.state.round):
+            plan = checked_plan(planned, merged.state)
+        result = self._execute(plan, merged.state)
+        self._check_failures(stage.name, merged.state.round, result.client_results, ())
+        return result
 
     def _save_unsaved(self) -> None:
         """Checkpoints the last finished round if it has not been saved yet because of `checkpoint.every`."""

@@ -174,7 +174,8 @@ def score_of(probabilities: Tensor, y: Tensor) -> Score:
 def stages(config: KnnPerConfig, world: World) -> list[Stage]:
     """FedAvg, then the evaluation with nearest neighbours."""
     if len(world.space.input_shape) != 3:
-        raise ValueError(f"method=knn_per classifies images, and {world.config.data.dataset} is text")
+        shape, data = world.space.input_shape, world.config.data.dataset
+        raise ValueError(f"method=knn_per classifies images, and {data} has samples of {shape}")
     use_validation = config.train.use_validation
     if not use_validation:
         check_validation(world, "choose the mixing weight")

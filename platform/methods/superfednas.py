@@ -335,6 +335,8 @@ def group_of(architecture: Architecture) -> str:
 
 def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
     """Training, search and final evaluation; or separate training of the family's members and their evaluation."""
+    if set(world.space.options) == {1}:
+        raise ValueError(f"superfednas cannot use space {world.space.name}, which has one architecture; use fedavg")
     family = family_of(world, config.family)
     _check_training(config.train, world.num_clients, len(family), separately=config.separately)
     if config.separately:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedloom.platform.plugins import PluginError, blaming, imported
 from fedloom.platform.settings import NOT_EMPTY
-from fedloom.platform.spaces.base import SearchSpace, SlicedSpace, samples_of, supernet_shapes
+from fedloom.platform.spaces.base import LeadingSpace, SearchSpace, samples_of, supernet_shapes
 from fedloom.platform.spaces.initialisation import fill_uniform, on_meta
 from fedloom.platform.spaces.resnet import Resnet18, Resnet18Design
 from fedloom.platform.spaces.slices import Architecture, Weights
@@ -235,16 +235,20 @@ class WidthDesign(ABC):
         """The whole network, `forward(x)`."""
 
 
-class WidthSpace(SlicedSpace):
+def check_widths(widths: tuple[float, ...]) -> None:
+    """Raises ValueError for shares that are not ascending to 1."""
+    if list(widths) != sorted(set(widths)) or not widths or widths[0] <= 0 or widths[-1] != 1.0:
+        raise ValueError(f"space.widths={list(widths)}: give shares in ascending order, above 0, the last one 1.0")
+
+
+class WidthSpace(LeadingSpace):
     """One decision: the width of the network."""
 
     def __init__(self, design: WidthDesign) -> None:
-        widths = design.widths
-        if list(widths) != sorted(set(widths)) or not widths or widths[0] <= 0 or widths[-1] != 1.0:
-            raise ValueError(f"space.widths={list(widths)}: give shares in ascending order, above 0, the last one 1.0")
+        check_widths(design.widths)
         self.design, self.name = design, design.name
         self.input_shape, self.input_dtype = tuple(design.input_shape), design.input_dtype
-        self.options = (len(widths),)
+        self.options = (len(design.widths),)
 
     def width_of(self, architecture: Architecture) -> float:
         """The share of the channels that a subnet keeps."""

@@ -105,6 +105,11 @@ TINY_SILOS = [
     *(o for o in TINY_SPIDER if "experiment" not in o),
 ]
 
+TINY_SMALL_SILOS = [
+    *(o for o in TINY_SPIDER if not o.startswith(("experiment", "space"))),
+    "space.stage_widths=[4,8]",
+]
+
 TINY_FEDAVG = [
     "experiment=fedavg_digits",
     *TINY_CNN,
@@ -120,6 +125,13 @@ TINY_WIDTHS = [
     *(o for o in TINY_FEDAVG if not o.startswith(("experiment", "space", "tiers.count"))),
     "space.stage_widths=[12,16,24]",
     "tiers.upper_bounds=[5000,15000,30000,60000]",
+]
+
+TINY_ADAPTERS = [
+    *(o for o in TINY_FEDAVG if not o.startswith(("experiment", "space", "tiers.count"))),
+    *("experiment=heterofl_vit_digits", "space.widths=[1.0]", "space.embedding_size=8", "space.attention_heads=2"),
+    *("space.lora.ranks=[1,2,4]", "space.lora.layers=[stages.*]", "space.lora.trained=[head.*]"),
+    *("space.lora.merged=true", "tiers.upper_bounds=[71248,76368,86608]"),
 ]
 
 KEPT_ADAM = ["method.train.optimizer=adamw", "method.train.lr=0.01", "method.train.optimizer_state=kept"]
@@ -139,11 +151,36 @@ COMPARED = {
     "heterofl": ["experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true"],
     "fjord": ["experiment=fjord_digits", *TINY_WIDTHS, "method.train.selection=power_of_choice"],
     "fedrolex": ["experiment=fedrolex_digits", *TINY_WIDTHS, "method.train.selection=tier_quota"],
+    "feddf": ["experiment=feddf_digits", *TINY_WIDTHS, "method.distillation.steps=3"],
+    "splitmix": [
+        "experiment=splitmix_digits",
+        *(o for o in TINY_WIDTHS if "bounds" not in o),
+        "tiers.upper_bounds=[5000,10000,14000,20000]",
+    ],
+    "pfedme": ["experiment=pfedme_digits", *TINY_SMALL_SILOS, "method.train.beta=2"],
     "depthfl": [
         "experiment=depthfl_digits",
         *(o for o in TINY_WIDTHS if "space" not in o and "bounds" not in o),
         "space.stage_widths=[4,6,8,10]",
         "tiers.upper_bounds=[15000,22000,25000,30000]",
+    ],
+    "hetlora": ["method=hetlora", *TINY_ADAPTERS, "method.penalty=2.0"],
+    "flexlora": ["method=flexlora", *TINY_ADAPTERS],
+    "flora": ["method=flora", *TINY_ADAPTERS],
+    "transformers": [
+        "experiment=superfednas_vit_digits",
+        *(o for o in TINY_CNN if not o.startswith("space")),
+        "space.embedding_size=8",
+        "space.dropout=0.1",
+        "data.partition=shards",
+        "data.noise=0.1",
+        "method.train.rounds=3",
+        "method.train.epochs=2",
+        "method.train.clients_per_round=6",
+        "method.train.local_warmup_steps=1",
+        "method.train.local_cosine_to=0.1",
+        "method.search.samples=0",
+        *KEPT_ADAM,
     ],
     "scalefl": [
         "experiment=scalefl_digits",
@@ -161,7 +198,7 @@ COMPARED = {
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
     "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],
 }
-"""The methods that others are compared with; each also has a selection rule of its own."""
+"""The methods that others are compared with; most also have a selection rule of their own."""
 
 TINY_RUNS = {
     **COMPARED,
@@ -188,6 +225,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def empty_tables(family: str) -> tuple[str, ...]:
     """The tables that a family's runs write nothing to."""
+    if family == "pfedme":
+        return ("candidates", "models")
     if family in COMPARED:
         return () if family == "private" else ("candidates",)
     return () if family in ("fedoras", "superfednas", "multi_stage") else ("candidates", "models")

@@ -104,10 +104,11 @@ def test_compiled_networks_give_the_same_bits_on_two_actors(
 
 COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "scalefl"),
-    *("ofa", "secure", "private"),
+    *("hetlora", "flexlora", "flora"),
+    *("splitmix", "feddf", "pfedme", "ofa", "transformers", "secure", "private"),
 )
-QUICK = ("scaffold", "private")
-"""Those with the most state and the most arithmetic; of the others a round would show the same."""
+QUICK = ("scaffold", "private", "feddf")
+"""Those with the most state and arithmetic, and with work of the server; of the others a round would show the same."""
 
 
 @pytest.mark.parametrize(

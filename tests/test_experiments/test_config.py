@@ -246,6 +246,7 @@ PUBLIC = {
     ),
     "DepthFLConfig": "name distillation ramp_up train evaluation",
     "DevicesConfig": "macs_per_s down_bytes_per_s up_bytes_per_s availability dropout deadline_s",
+    "DistillationConfig": "steps batch_size lr share",
     "DistributionConfig": "heuristic tier_aware",
     "DittoConfig": "name train",
     "DittoTrainingConfig": "pull",
@@ -259,6 +260,7 @@ PUBLIC = {
     ),
     "FailuresConfig": "policy attempts max_share actor_attempts",
     "FedAvgConfig": "name architecture tier train evaluate evaluation",
+    "FedDFConfig": "name architectures train distillation evaluation",
     "FedMnConfig": "name train adapt",
     "FedMnTrainingConfig": "pretraining_rounds router_lr temperature",
     "FedNasConfig": "name train search",
@@ -268,13 +270,19 @@ PUBLIC = {
     "FjordConfig": "name distillation temperature",
     "GainConfig": "epochs clients lr start tune_own epoch",
     "GlobalNasConfig": "name train search",
+    "FLoRAConfig": "name",
+    "FlexLoRAConfig": "name",
+    "HetLoRAConfig": "name decay penalty norm_weights",
     "HeteroFLConfig": "name dynamic train",
     "InnerStepsConfig": "steps lr",
     "KnnPerConfig": "name neighbours scale",
     "LocalAdaptationConfig": "name adapt",
+    "LoraConfig": "ranks layers trained alpha merged",
     "OFAConfig": "name family train search evaluation",
     "OFATrainingConfig": "full_share depth_share subnets_per_batch teaching sort_channels evaluate",
     "ObjectiveConfig": "name options",
+    "PFedMeConfig": "name train",
+    "PFedMeTrainingConfig": "pull inner_steps outer_lr beta momentum clip_norm schedule weighting",
     "PerFedAvgConfig": "name train adapt",
     "PerFedAvgTrainingConfig": "local_factor",
     "PrivacyConfig": "clip noise delta weight_cap least_coverage secure fraction_bits survivors accountant",
@@ -298,10 +306,11 @@ PUBLIC = {
         "name num_classes heads input_shape stem_channels stem_stride stage_layers stage_strides depthwise_link "
         "operators stage_widths depths expansions widths scaler coupled width_multiplier norm initialisation bias "
         "channels embedding_size blocks patch_size attention_heads mlp_ratio head_shares kernel_size dropout "
-        "embedding_dropout tied cells nodes stem_multiplier affine modules build weights weights_names options"
+        "embedding_dropout tied cells nodes stem_multiplier affine modules lora build weights weights_names options"
     ),
     "SpiderConfig": "name train search gains",
     "SpiderTrainingConfig": "pull keep_momentum own_start",
+    "SplitMixConfig": "name train",
     "SubnetConfig": "name architecture train",
     "SuperFedNASConfig": "name family separately train search evaluation",
     "SupernetConfig": "rounds epochs batch_size min_contributors weighting paths evaluate_paths communication",

@@ -18,6 +18,8 @@ def test_the_command_prepares_text(tmp_path: Path) -> None:
 
 
 def test_a_partition_that_text_does_not_allow_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data.partition=lda: ptb has no class labels to draw by; must be one of quantity, iid"):
+    with pytest.raises(
+        ValueError, match=r"data.partition=lda: ptb has no class labels to draw by; must be one of quantity, iid"
+    ):
         prepare(["dataset=ptb", f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}"])
     assert list(tmp_path.iterdir()) == []

@@ -83,9 +83,7 @@ def test_what_cannot_be_skewed_is_one_line(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.npz"
     np.savez(numbers, x=np.random.default_rng(0).normal(0, 5, (60, 4)), y=np.arange(60) % 3)
     options: dict[str, Any] = {"dataset": "npz", "options": {"path": str(numbers)}}
-    with pytest.raises(
-        ValueError, match=r"data.rotation is for images \(C, H, W\): npz holds features of shape \(4,\)"
-    ):
+    with pytest.raises(ValueError, match=r"data.rotation is for images \(C, H, W\): npz has samples of \(4,\)"):
         opened(tmp_path, rotation=10.0, **options)
     plain, noisy = (opened(tmp_path, noise=noise, **options) for noise in (None, 1.0))
     noise = (noisy.client(7, "train")[0] - plain.client(7, "train")[0]).numpy()

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,22 @@ from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
-from fedloom.platform.spaces.module import ModuleSpace, travelling
+from fedloom.platform.spaces.base import travelling
+from fedloom.platform.spaces.module import ModuleSpace
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 SOURCE = '''
 import numpy as np
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.data.arrays import Arrays
@@ -57,6 +63,51 @@ class Lora(nn.Module):
 
 def lora():
     return nn.Sequential(nn.Flatten(), Lora(nn.Linear(64, 10)))
+
+
+class ViT(nn.Module):
+    def __init__(self, classes, size=16):
+        super().__init__()
+        self.patches = nn.Conv2d(1, size, 2, stride=2)
+        self.token, self.places = nn.Parameter(torch.zeros(1, 1, size)), nn.Parameter(torch.randn(1, 17, size))
+        self.layer = nn.TransformerEncoderLayer(size, 2, 32, batch_first=True)
+        self.head = nn.Linear(size, classes)
+
+    def forward(self, x):
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], dim=1)
+        return self.head(self.layer(tokens + self.places)[:, 0])
+
+
+def vit(input_shape, num_classes):
+    torch.manual_seed(3)  # as if it were trained
+    return ViT(num_classes)
+
+
+def resnet(input_shape, num_classes):
+    torch.manual_seed(3)
+    model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes)
+    model.conv1 = nn.Conv2d(1, 64, 3, bias=False)
+    return model
+
+
+class Adapted(nn.Module):
+    """Named like the layers of `peft`."""
+
+    def __init__(self, base_layer, rank):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapted(input_shape, num_classes):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), Adapted(nn.Linear(64, 32), 4), nn.ReLU(), Adapted(nn.Linear(32, num_classes), 4))
 
 
 class Tied(nn.Module):
@@ -95,6 +146,22 @@ def thirteen(input_shape, num_classes):
 
 def still():
     return nn.Linear(8, 10).requires_grad_(False)
+
+
+def lazy():
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+
+
+class Stops(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)).detach()
+
+
+def stops():
+    return Stops(64, 10)
+
+
+NETWORK = nn.Linear(64, 10)  # whose weights are drawn when the file is imported
 
 
 def number():
@@ -147,6 +214,20 @@ class Line(nn.Module):
 def values(config):
     x = np.random.default_rng(0).normal(size=(80, 3))
     return Arrays((x, {"value": x @ [1.0, -2.0, 0.5]}))
+
+
+def weighted_digits(config):
+    digits = load_digits()
+    labels = {"label": digits.target, "weight": np.where(digits.target < 5, 1.0, 0.5)}
+    return Arrays((digits.images[:, None] / 16, labels), class_names=[str(i) for i in range(10)])
+
+
+class Weighted(Objective):
+    def targets(self, outputs, targets):
+        return outputs, targets["label"]
+
+    def loss(self, outputs, targets):
+        return (targets["weight"] * self.losses(outputs, targets)).mean()
 
 
 class Squares(Objective):
@@ -211,6 +292,28 @@ def test_training_starts_from_the_networks_own_weights_drawn_with_the_runs_seed(
     assert not torch.equal(weights["1.A"], own("lora", seed=8)[1]["1.A"])
     base = [space.build_subnet((0,))[1].base.weight for _ in range(2)]
     assert base[0].data_ptr() == base[1].data_ptr(), "constants are held once"
+
+
+@pytest.mark.parametrize("build", ["vit", "resnet", "adapted"])
+def test_a_run_begins_with_the_weights_that_a_network_has(
+    config_of: Make, tmp_path: Path, results_of: Any, build: str
+) -> None:
+    steps = {"rounds": 1, "clients_per_round": 1, "lr": 1e-30}  # which change nothing
+    results = results_of(config_of(tmp_path, build, train=steps))
+    own_weights = travelling(getattr(sys.modules["my_net"], build)((1, 8, 8), 10))
+    stored = load_model(results.paths, "fedavg")[0]
+    assert stored.keys() == own_weights.keys()
+    assert any(name.endswith("lora_B.default.weight") for name in stored) == (build == "adapted")
+    for name, tensor in own_weights.items():
+        if isinstance(tensor, nn.Parameter):
+            torch.testing.assert_close(stored[name], tensor.data, rtol=1e-6, atol=1e-20, msg=name)
+
+
+def test_what_a_file_draws_when_it_is_imported_changes_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "my_net")
+    first, second = own("frozen"), own("frozen")
+    assert first[0].constants_hash == second[0].constants_hash, "with the first, the file was imported"
+    assert torch.equal(first[1]["1.weight"], second[1]["1.weight"])
 
 
 def test_what_needs_no_gradient_is_neither_trained_nor_sent(config_of: Make, tmp_path: Path, results_of: Any) -> None:
@@ -292,6 +395,7 @@ def test_a_transformer_gets_its_inputs_by_name(
     config = config_of(tmp_path, "former", train={"rounds": 3, "lr": 0.3, **train})
     config.data.dataset, config.data.partition = "my_net:texts", "natural"
     config.data.train_samples = config.data.test_samples = None
+    config.executor.memory_format = "channels_last"  # as on GPUs
     results = results_of(config)
     clients = results["clients"].query("stage == 'fedavg'")
     assert set(clients["status"]) == {"ok"}
@@ -323,6 +427,20 @@ def test_labels_may_be_anything_that_an_objective_takes(config_of: Make, tmp_pat
     assert clients["loss"].iloc[-1] < 0.5 * clients["loss"].iloc[0]
 
 
+def test_labels_by_name_go_with_any_network_and_an_objective_that_takes_them(
+    tiny_config_in: Make, tmp_path: Path, results_of: Any
+) -> None:
+    training = TrainingConfig(rounds=2, clients_per_round=3)
+    config = tiny_config_in(tmp_path, method=FedAvgConfig(train=training))
+    config.data.dataset, config.data.partition = "my_net:weighted_digits", "iid"
+    with pytest.raises(ValueError, match="classification takes labels of one tensor, given label, weight: use another"):
+        build_world(config)
+    config.objective.name = "my_net:Weighted"
+    results = results_of(config)
+    assert set(results["clients"]["status"]) == {"ok"}
+    assert results["evaluations"].query("split == 'test' and metric == 'accuracy'")["value"].notna().all()
+
+
 def test_several_tensors_are_stored_and_read_as_what_networks_take(config_of: Make, tmp_path: Path) -> None:
     config = config_of(tmp_path, "former")
     config.data.dataset, config.data.partition = "my_net:texts", "natural"
@@ -344,12 +462,19 @@ def test_several_tensors_are_stored_and_read_as_what_networks_take(config_of: Ma
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        ("short", r"network 'my_net:short' fails: RuntimeError: .*\(?4x64 and 63x10"),
-        ("fails", r"network 'my_net:fails' fails: IndexError: too many indices .* \(line \d+ of my_net.py\)"),
-        ("thirteen", r"gives \(4, 13\) for labels \(4,\) of 10 classes: expected \(4, 10\)"),
+        (
+            "short",
+            r"network 'my_net:short' \(line \d+ of my_net.py\) fails in its layer 1, Linear\(in_features=63, .*\), "
+            r"which gets \(4, 64\): RuntimeError: .*4x64 and 63x10",
+        ),
+        ("fails", r"my_net.py\) fails: IndexError: too many indices .* \(line \d+ of my_net.py\)"),
+        ("thirteen", r"\(line \d+ of my_net.py\) gives \(4, 13\) for labels \(4,\) of 10 classes: expected \(4, 10\)"),
         ("still", "has no parameter that needs a gradient: there is nothing to train"),
-        ("number", "gives int: give a torch.nn.Module"),
-        ("Line", r"network 'my_net:Line' fails: RuntimeError: .*8 and 3x1"),
+        ("stops", "its outputs depend on no parameter that needs a gradient"),
+        ("lazy", "1.weight has no shape yet: give sizes to its lazy layers"),
+        ("number", "gives an int: give a torch.nn.Module"),
+        ("NETWORK", "is a Linear: name a function that builds it"),
+        ("Line", r"fails in its layer layer, Linear\(in_features=3, .* \(4, 1, 8, 8\): RuntimeError: .*8 and 3x1"),
     ],
 )
 def test_a_network_is_tried_on_a_batch_before_a_run(config_of: Make, tmp_path: Path, build: str, message: str) -> None:
@@ -357,13 +482,16 @@ def test_a_network_is_tried_on_a_batch_before_a_run(config_of: Make, tmp_path: P
         build_world(config_of(tmp_path, build))
 
 
-def test_what_others_have_is_refused() -> None:
+def test_what_others_have_is_refused(config_of: Make, tmp_path: Path) -> None:
     from fedloom.platform.spaces.registry import build_space
 
     with pytest.raises(ValueError, match="space module has no channels; it has build, weights"):
         build_space(SpaceConfig("module", build="my_net:lora", channels=3))
     with pytest.raises(ValueError, match=r"needs space\.build=my_net:build"):
         build_space(SpaceConfig("module"))
+    config = replace(config_of(tmp_path, "lora"), method=SuperFedNASConfig())
+    with pytest.raises(ValueError, match="superfednas cannot use space module, which has one architecture; use fedavg"):
+        build_stages(build_world(config))
 
 
 def test_a_module_that_is_no_networks_part_is_no_constant() -> None:

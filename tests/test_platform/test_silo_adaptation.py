@@ -27,6 +27,7 @@ from fedloom.platform.methods.ditto import DittoConfig, DittoTrainingConfig
 from fedloom.platform.methods.knn_per import KnnPerConfig, ScoreNearest, best_share, nearest_labels, score_of
 from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
 from fedloom.platform.methods.per_fedavg import InnerStepsConfig, PerFedAvgConfig, PerFedAvgTrainingConfig
+from fedloom.platform.methods.pfedme import PFedMeConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silos import AdaptAndScore, AdaptationConfig, ScoreShared, SiloTrainingConfig
 from fedloom.platform.seeding import torch_stream
@@ -291,6 +292,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "local_adaptation": LocalAdaptationConfig,
     "ditto": DittoConfig,
     "per_fedavg": PerFedAvgConfig,
+    "pfedme": PFedMeConfig,
     "knn_per": KnnPerConfig,
 }
 
@@ -312,7 +314,7 @@ def test_validation_data_is_trained_on_or_scored_on_and_never_both(
     rows = memory.table("evaluations")
     scored = rows[(rows.split == "validation") & (rows.metric == "accuracy")]
     assert len(scored) == (0 if use_validation else 6)
-    assert set(scored.model) == (set() if use_validation else {"personal" if name == "ditto" else "global"})
+    assert set(scored.model) == (set() if use_validation else {"personal" if name in ("ditto", "pfedme") else "global"})
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -69,6 +69,12 @@ TRANSFER = [
     "method.model=tier2-fine_tuned", "space.stem_channels=8", "tiers.count=2",
 ]  # fmt: skip
 
+ADAPTERS = [
+    "experiment=heterofl_vit_digits", *ROUNDS[1:], "space.embedding_size=8", "space.attention_heads=2",
+    "space.lora.ranks=[1,2,4]", "space.lora.layers=[stages.*]", "space.lora.trained=[head.*]",
+    "tiers.upper_bounds=[71248,76368,86608]",
+]  # fmt: skip
+
 RUNS: dict[str, list[str]] = {
     "fedavg": ["method=fedavg", *DIGITS, "space.stem_channels=8", "method.train.rounds=3",
                "method.train.evaluate_every=2", "method.train.schedule=cosine"],
@@ -103,6 +109,9 @@ RUNS: dict[str, list[str]] = {
                   "data.num_clients=4", "data.sequence_length=16", "space.input_shape=[16]", "space.embedding_size=8",
                   "tiers.upper_bounds=[40000,80000]", "method.train.rounds=2",
                   "method.train.clients_per_round=3", "method.train.epochs=1", "method.train.evaluate_every=1"],
+    "hetlora": [*ADAPTERS, "method=hetlora", "method.penalty=2.0"],
+    "flexlora": [*ADAPTERS, "method=flexlora"],
+    "flora": [*ADAPTERS, "method=flora", "space.lora.merged=true"],
     "superfednas_dry_run": ["experiment=superfednas_cifar10", *CIFAR, "dry_run=true", "method.train.rounds=20",
                             "tiers.paths=1000"],
     "fedoras_dry_run": [*FEDORAS, "dry_run=true"],
@@ -116,6 +125,7 @@ RUNS: dict[str, list[str]] = {
     "ditto_darts": ["method=ditto", *SILOS, "space.name=darts_v2_small", "space.channels=4",
                     "space.input_shape=[1,8,8]"],
     "per_fedavg": ["method=per_fedavg", *SILOS, *RESNET, *VALIDATED],
+    "pfedme": ["experiment=pfedme_digits", *SILOS, "space.stage_widths=[4,8]", *VALIDATED],
     "knn_per": ["method=knn_per", *SILOS, *RESNET],
     "fedmn": ["method=fedmn", *SILOS, *CELLS, "method.train.pretraining_rounds=1", *VALIDATED],
     "global_nas": ["method=global_nas", *SILOS, *CELLS, *SEARCH],
@@ -138,7 +148,7 @@ RUNS: dict[str, list[str]] = {
     "tier_quota": [*FEDAVG, "tiers.count=2", "method.train.selection=tier_quota"],
     **{name: [f"experiment={name}_digits", *ROUNDS] for name in (
         "fedprox", "feddyn", "scaffold", "fednova", "fedadam", "fedyogi", "fedadagrad", "fedavgm", "zerofl",
-        "heterofl", "fjord", "fedrolex", "depthfl", "scalefl")},
+        "heterofl", "fjord", "fedrolex", "splitmix", "feddf", "depthfl", "scalefl")},
     "random_nas": ["experiment=random_nas_digits", *ROUNDS, "space.stem_channels=8", "method.models=1"],
     "fedoras_tasks": [*FEDORAS, "data.label_sets={pairs:[0,0,1,1,2,2,3,3,4,4]}", "space.heads=[5,10]",
                       "tiers.tasks=[pairs,all]"],

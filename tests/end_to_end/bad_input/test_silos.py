@@ -71,6 +71,10 @@ SILO_CASES = {
     "unknown option": (["method=ditto", *FIXED, "method.architecture=9-0-0"], r"cnn_digits"),
     "no adaptation": (["method=local_adaptation", *FIXED, "method.adapt.epochs=0"], r"method.adapt.epochs=0"),
     "no inner step": (["method=per_fedavg", *FIXED, "method.train.local_factor=0"], r"local_factor=0: must be great"),
+    "correction of pFedMe": (
+        ["experiment=pfedme_digits", "executor.kind=serial", "method.train.local_rule=fedprox"],
+        r"method.train.local_rule=fedprox: pfedme has rules of its own .*; use sgd",
+    ),
     "no neighbours": (["method=knn_per", *FIXED, "method.neighbours=0"], r"method.neighbours=0"),
     "more pre-training than training": (
         ["method=fedmn", "space.name=darts_s2_small", *FIXED, "method.train.rounds=4"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,12 @@ from fedloom.experiments.export import export as exporting
 from fedloom.experiments.export.export import export
 from fedloom.experiments.export.formats import encode
 from fedloom.experiments.export.selection import Wanted
+from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.runs.run import make_serial, start_run
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 ALL = ("safetensors", "pt2", "onnx")
 MIDDLE = "d=0,1 e=.5"
@@ -145,6 +152,34 @@ def test_the_card_says_what_the_files_are(runs: Any, out: Path) -> None:
     assert card["checks"]["pt2"]["max_abs_difference"] <= 1e-4
     assert card["checks"]["pt2"]["argmax_changed"] == 0
     assert card["checks"]["pt2"]["samples"] == 32
+
+
+def test_a_network_of_several_inputs_takes_them_by_their_names(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "plugins"))
+    training = TrainingConfig(rounds=1, clients_per_round=2, batch_size=16)
+    config = RunConfig(
+        experiment="parts",
+        results=str(tmp_path),
+        data=DataConfig("hidden_parts:hidden", num_clients=4, partition="iid"),
+        space=SpaceConfig("module", build="hidden_parts:reader"),
+        tiers=TiersConfig(count=1),
+        method=FedAvgConfig(train=training),
+    )
+    run_id = start_run(config, make_serial)
+    exported = export(tmp_path, run_id, Wanted(), out, ALL)
+    card = exported.card
+    assert "input" not in card
+    shapes = {each["name"]: (each["shape"], each["dtype"]) for each in card["inputs"]}
+    assert shapes == {"rows": (["batch", 8, 8], "float32"), "seen": (["batch", 8], "bool")}
+    assert {kind: check["argmax_changed"] for kind, check in card["checks"].items()} == dict.fromkeys(ALL, 0)
+    x = {"rows": torch.rand(3, 8, 8), "seen": torch.rand(3, 8) < 0.5}
+    outputs = torch.export.load(exported.files["pt2"]).module()(**x)
+    assert {name: tensor.shape for name, tensor in outputs.items()} == {"logits": (3, 10), "hidden": (3, 8, 32)}
+    session = onnxruntime.InferenceSession(exported.files["onnx"], providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {name: tensor.numpy() for name, tensor in x.items()})
+    torch.testing.assert_close(torch.from_numpy(logits), outputs["logits"], rtol=1e-4, atol=1e-5)
 
 
 def test_files_are_the_same_whenever_they_are_written(runs: Any, tmp_path: Path) -> None:
