@@ -358,6 +358,33 @@ def metric_figure(study: Study) -> Figure | None:
     return figure
 
 
+def crossed_figure(study: Study) -> Figure | None:
+    """Mean test accuracy against the first axis: a line per value of the second, a panel per value of the third.
+
+    Further axes are at their references. None if no final model was evaluated.
+    """
+    known, (first, second, *others) = study.evaluated(), [*study.axes, study.axes[0]][: max(2, len(study.axes))]
+    third = others[0] if others else None
+    axis_names = list(dict.fromkeys([first, second, *([third] if third else [])]))
+    known = holding(known[known["model"] == final_model(known)], held(study.ablation, *axis_names))
+    rows = over_seeds(known, METRIC, axis_names)
+    if rows.empty:
+        return None
+    panel_values = study.values(third) if third else [None]
+    figure, panels = _grid(len(panel_values), 4.2)
+    for i, (axes, panel) in enumerate(zip(panels, panel_values, strict=True)):
+        positions = _scale(axes, study.values(first))
+        shown = rows if third is None else rows[rows[third] == panel]
+        for value, (colour, marker) in looks(study.values(second)).items():
+            line = shown[shown[second] == value]
+            _points(axes, pd.Series([positions[v] for v in line[first]]), line, colour, marker)
+        title = study.title(*axis_names) if third is None else f"{third}: {short(panel)}"
+        quiet(axes, title=title, xlabel=first, ylabel="" if i % _MOST_COLUMNS else "mean test accuracy (%)")
+    _limit(panels, [rows])
+    legend_below(figure, _line_handles(study.values(second)), 6, second)
+    return figure
+
+
 def _scale(axes: Axes, values: Sequence[Any]) -> dict[Any, float]:
     """Positions of the values: numbers to scale, logarithmic if they span a decade; names at equal distances."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
@@ -559,6 +586,11 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
         "Test accuracy along each axis",
         f"Means over tiers and subnets. The dotted line is the reference. {_BARS}",
         metric_figure,
+    ),
+    "metric_by_axes": (
+        "Test accuracy along the first axis",
+        "A line per value of the second axis, a panel per value of the third, means over tiers and subnets. " + _BARS,
+        crossed_figure,
     ),
     "time_by_axis": (
         "Accuracy per simulated hour",

@@ -32,6 +32,7 @@ FIGURES = (
     "stages_by_axis",
     "tiers_by_axis",
     "metric_by_axis",
+    "metric_by_axes",
     "time_by_axis",
     "bytes_by_axis",
     "fronts",

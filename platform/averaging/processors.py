@@ -5,8 +5,10 @@ undoes that. A client applies its processors in order, the server in reverse, as
 
     server   on_weights   before a round, on the shared weights: what clients receive their slices of
              begun        before a round, on what its clients train
-    client   on_client    on the message, after local training
+    client   on_labels    on the labels of its samples, before local training
+             on_client    on the message, after local training
     server   on_sums      on the sums of the updates that have arrived
+             on_updates   on the updates themselves, where the server gets every single one
              on_mean      on the mean, before the server rule
              recorded     on the run's JSON state, which later stages see
 """
@@ -14,7 +16,7 @@ undoes that. A client applies its processors in order, the server in reverse, as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -28,9 +30,8 @@ from fedloom.platform.settings import SHARE
 from fedloom.platform.spaces.slices import FLOAT_BYTES
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fedloom.platform.averaging.average import Averaged, Update, WeightedSums
+    from fedloom.platform.data.trees import Tree
     from fedloom.platform.plugins import ComponentSpec
     from fedloom.platform.spaces.slices import SliceMap, Weights
 
@@ -109,6 +110,8 @@ class ServerContext:
         old: the shared weights before the round.
         data: the run's JSON state before the round.
         min_contributors: the fewest clients that change a scalar.
+        cohort: the round's clients, in plan order.
+        parameters: the names of the shared tensors that are trained.
         held: the slices that every client of the cohort trains, by client id.
         answered: the clients whose updates have arrived, once they have.
         expected_weights: finds the expected sum of the clients' weights of every scalar, from tiers and sampling alone.
@@ -120,6 +123,8 @@ class ServerContext:
     old: Weights
     data: Mapping[str, Any]
     min_contributors: int
+    cohort: Sequence[int] = ()
+    parameters: Container[str] = ()
     held: Callable[[], Mapping[int, SliceMap]] = dict
     expected_weights: Callable[[], Mapping[str, Tensor]] = dict
     answered: Sequence[int] = ()
@@ -130,12 +135,14 @@ class Processor:
 
     Processors are frozen dataclasses, as they are sent to the clients. Keyword parameters of the constructor are
     options (`method.train.options.NAME`). `shortens_updates` says that a part of the client's change is left out,
-    which rules that need whole changes refuse. `least_contributors` is the fewest clients that may change a scalar.
-    `kind` says what it does, for the order of a chain (`check_order`).
+    which rules that need whole changes refuse. `least_contributors` is the fewest clients that may change a scalar;
+    `needs_updates` asks for every single update, for `on_updates`. `kind` says what it does, for the order of a chain
+    (`check_order`).
     """
 
     shortens_updates: bool = False
     least_contributors: int = 1
+    needs_updates: bool = False
     kind: Kind = "other"
 
     def on_weights(self, parameters: Weights, context: ServerContext) -> Weights | None:  # noqa: ARG002
@@ -149,6 +156,10 @@ class Processor:
         """The processor of one round, such as one that knows what the cohort's clients hold."""
         return self
 
+    def on_labels(self, client_id: int, labels: Tree, num_classes: int) -> Tree:  # noqa: ARG002
+        """The labels of a client's training samples."""
+        return labels
+
     def on_client(self, message: Message) -> Message:
         """The message as it is sent."""
         return message
@@ -160,6 +171,10 @@ class Processor:
     def on_sums(self, sums: WeightedSums, context: ServerContext) -> WeightedSums:  # noqa: ARG002
         """The sums of the updates, given those that have arrived."""
         return sums
+
+    def on_updates(self, updates: Mapping[int, Update], context: ServerContext) -> Mapping[int, Update]:  # noqa: ARG002
+        """The updates that have arrived by client, in plan order, where the server gets every single one."""
+        return updates
 
     def on_mean(self, averaged: Averaged, context: ServerContext) -> Averaged:  # noqa: ARG002
         """The mean that the server rule sees."""

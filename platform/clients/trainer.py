@@ -64,7 +64,7 @@ class Train:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds all of its tensors."""
         network = self.network.on(worker, assignment)
-        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        data = client_samples(worker, assignment, use_validation=self.use_validation, processors=self.processors)
         trained = train_network(worker, assignment, network, weights, data, self.local)
         return self.finished(worker, assignment, trained, rows_of(data[1]), weights)
 
@@ -135,10 +135,14 @@ class Train:
         )
 
 
-def client_samples(worker: Worker, assignment: Assignment, *, use_validation: bool = False) -> Samples:
-    """The client's training data, with its validation data if `use_validation`."""
+def client_samples(
+    worker: Worker, assignment: Assignment, *, use_validation: bool = False, processors: Processors = ()
+) -> Samples:
+    """The client's training data, with its validation data if `use_validation`; labels are what `processors` make."""
     client_id = client_of(assignment)
     x, y = worker.client_data(client_id, "train")
+    for each in processors:
+        y = each.on_labels(client_id, y, worker.data.dataset.num_classes)
     if not use_validation:
         return x, y
     more_x, more_y = worker.client_data(client_id, "validation")

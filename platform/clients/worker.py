@@ -146,7 +146,8 @@ class Worker:
     def subnet(self, architecture: Architecture) -> nn.Module:
         """A stand-alone module of the architecture, built at first use and then re-used."""
         if architecture not in self._subnets:
-            built = self.space.build_subnet(architecture)
+            with self.device:  # where the process holds constants once for all modules
+                built = self.space.build_subnet(architecture)
             self._subnets[architecture] = self.kernels.prepared(built, self.device)
             if len(self._subnets) > SUBNETS_KEPT:
                 self._compiled.pop(self._subnets.popitem(last=False)[1], None)
@@ -154,10 +155,15 @@ class Worker:
         return self._subnets[architecture]
 
     def tensors_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """Parameters and buffers of a module by name (cached)."""
+        """Parameters and buffers of a module by name (cached), without its constants."""
         if module not in self._tensors:
-            self._tensors[module] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+            self._tensors[module] = {**parameters, **dict(module.named_buffers())}
         return self._tensors[module]
+
+    def constants_of(self, module: nn.Module) -> dict[str, Tensor]:
+        """The parameters of a module that neither train nor travel."""
+        return {name: tensor for name, tensor in module.named_parameters() if name not in self.tensors_of(module)}
 
     def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
         """A context in which a module's dropout and noise depend only on the generator's seed."""

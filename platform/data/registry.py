@@ -178,9 +178,12 @@ def shakespeare(
     config: DataConfig,
     *,
     padded_lines: Annotated[bool, "cut every line alone, and predict its padding, as FedorAS seems to"] = False,
+    roles: Annotated[list[Annotated[str, NOT_EMPTY]] | None, "patterns of roles' names, PLAY_ROLE; null: all"] = None,
 ) -> TokenSource:
     """Shakespeare's plays by character, one client per role, as published for TensorFlow Federated."""
-    source = ShakespeareSource.find(data_root(config), config.sequence_length, padded_lines=padded_lines)
+    source = ShakespeareSource.find(
+        data_root(config), config.sequence_length, padded_lines=padded_lines, roles=tuple(roles or ("*",))
+    )
     return source or _not_found(config)
 
 

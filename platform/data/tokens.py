@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,15 +108,24 @@ class ShakespeareSource(TokenSource):
 
     A role's test lines are the last ones of its play. Sequences are sorted by the roles' names, then in text order.
     With `padded_lines` every line is cut alone, and the padding after it is a token to be predicted like any other.
+    `roles` are patterns of their names, of which one must fit.
     """
 
     folder: Path
     sequence_length: int
     padded_lines: bool = False
+    roles: tuple[str, ...] = ("*",)
     vocabulary: tuple[str, ...] = VOCABULARY
 
     @classmethod
-    def find(cls, root: Path, sequence_length: int | None, *, padded_lines: bool = False) -> "ShakespeareSource | None":
+    def find(
+        cls,
+        root: Path,
+        sequence_length: int | None,
+        *,
+        padded_lines: bool = False,
+        roles: tuple[str, ...] = ("*",),
+    ) -> "ShakespeareSource | None":
         """The source in `shakespeare/` under `root`; None if the folder does not exist.
 
         Raises ValueError naming the file that is missing.
@@ -128,16 +138,22 @@ class ShakespeareSource(TokenSource):
                 raise ValueError(
                     f"{folder / file}: not found; shakespeare needs {' and '.join(SHAKESPEARE_FILES.values())}"
                 )
-        return cls(folder, sequence_length or SHAKESPEARE_LENGTH, padded_lines)
+        return cls(folder, sequence_length or SHAKESPEARE_LENGTH, padded_lines, roles)
 
     @cached_property
     def client_names(self) -> tuple[str, ...]:
-        """The roles of both files."""
+        """The roles of both files; ValueError if none has a name that fits."""
         names: set[str] = set()
         for file in SHAKESPEARE_FILES.values():
             with _clients_of(self.folder / file) as group:
                 names.update(group)
-        return tuple(sorted(names))
+        fitting = [name for name in sorted(names) if any(fnmatchcase(name, pattern) for pattern in self.roles)]
+        if not fitting:
+            raise ValueError(
+                f"data.options.roles={list(self.roles)}: no role has such a name; there are {len(names)}, such as "
+                f"{min(names)}"
+            )
+        return tuple(fitting)
 
     def identity(self) -> Fields:
         return {
@@ -146,6 +162,7 @@ class ShakespeareSource(TokenSource):
             "sequence_length": self.sequence_length,
             # Unless it is so, for the data sets that were prepared before it could be.
             **({"padded_lines": True} if self.padded_lines else {}),
+            **({"roles": list(self.roles)} if self.roles != ("*",) else {}),
         }
 
     def sequences(self, part: str) -> TokenPart:
@@ -154,7 +171,7 @@ class ShakespeareSource(TokenSource):
         path = self.folder / SHAKESPEARE_FILES[part]
         with _clients_of(path) as group:
             lines: dict[str, list[bytes]] = {}
-            for role in sorted(group):
+            for role in sorted({*group} & {*self.client_names}):
                 text = group[role].get("snippets") if isinstance(group[role], h5py.Group) else None
                 if not isinstance(text, h5py.Dataset) or h5py.check_string_dtype(text.dtype) is None or text.ndim != 1:
                     raise ValueError(f"{path}: {group[role].name} has no lines of text; {EXPECTED_HDF5}")

@@ -22,7 +22,14 @@ from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.data.augment import check_augmentation, tried_samples
 from fedloom.platform.federation.processing import Processing, Server
 from fedloom.platform.federation.selection import HISTORY, MEMORY, Selection, as_asked, for_client, for_server
-from fedloom.platform.federation.training_config import Rules, TrainingConfig, augmentation_of, cohort_size, local_sgd
+from fedloom.platform.federation.training_config import (
+    Rules,
+    TrainingConfig,
+    augmentation_of,
+    check_cohort,
+    cohort_size,
+    local_sgd,
+)
 from fedloom.platform.federation.training_warnings import UNANSWERED, TrainingWarnings
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import TensorGroup, Weights, bytes_of
@@ -294,7 +301,9 @@ class TrainingStage:
         self.selection = Selection(
             *(world, name, self.population, self.rules.selection, config.clients_per_round, config.epochs)
         )
-        self.processing = Processing(world, config, self.rules, name, self.population)
+        self.processing = Processing(world, config, self.rules, name, self.population, self.server.parameters)
+        self.keeps_updates = self.rules.aggregator.name != MEAN or self.processing.needs_updates
+        check_cohort(self.rules, self.cohort_size)
         if len(self.population):
             self.selection.cohort(0, self.selection.begun())  # raises for wrong options before the run begins
 
@@ -304,10 +313,10 @@ class TrainingStage:
         if weights is None:
             return state
         self.processing.begin(state.data)
-        if self.rules.aggregator.name != MEAN:
+        if self.keeps_updates:
             logger.warning(
-                "%s: aggregator %s keeps every update of a round in the server's memory, up to %d times %.1f MB",
-                *(self.name, self.rules.aggregator.name, self.cohort_size, bytes_of(weights) / 1e6),
+                "%s: %s keeps every update of a round in the server's memory, up to %d times %.1f MB",
+                *(self.name, self._keeper, self.cohort_size, bytes_of(weights) / 1e6),
             )
         shared = {name: torch.zeros_like(weights[source]) for name, source in self.server.shared(weights).items()}
         begun = state.with_group(self.group, {**weights, **shared})
@@ -350,7 +359,7 @@ class TrainingStage:
             stack=stack,
             memory=cohort.memory or None,
             processors=processors,
-            keeps_updates=self.rules.aggregator.name != MEAN,
+            keeps_updates=self.keeps_updates,
         )
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
@@ -372,7 +381,6 @@ class TrainingStage:
         averaged = self.processing.averaged(
             *(context, plan.processors, sums, results, self.server.shared(old), simulated),
             sent=state.weights(self.sent_group) if self.sent_group in state.groups else None,
-            parameters=self.server.parameters,
         )
         data = {
             **state.data,
@@ -412,12 +420,16 @@ class TrainingStage:
 
         A stage that changes the weights after `merge` calls it again.
         """
-        sent = self.processing.sent(
-            self.processing.context(index, state.weights(self.group), state.data), self.server.parameters
-        )
+        sent = self.processing.sent(self.processing.context(index, state.weights(self.group), state.data))
         return state if sent is None else state.with_group(self.sent_group, sent)
 
     # -- parts of a round -------------------------------------------------------------------------------------------
+
+    @property
+    def _keeper(self) -> str:
+        """What asks for every single update."""
+        aggregator = self.rules.aggregator.name
+        return f"aggregator {aggregator}" if aggregator != MEAN else f"attack {self.world.config.attack.name}"
 
     def _local_sgd(self, index: int) -> LocalSGD:
         balanced, rules = self.world.config.data.balanced_classes, self.rules

@@ -22,12 +22,13 @@ from fedloom.platform.methods.tier_models import (
     largest_of_tiers,
     of_widths,
     plainly_weighted,
+    refuse_what_stays,
     tier_stages,
 )
 from fedloom.platform.settings import ZERO_OR_MORE
 
 if TYPE_CHECKING:
-    from fedloom.platform.federation.algorithm import RunState
+    from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState
     from fedloom.platform.federation.method import Stage
     from fedloom.platform.federation.world import World
 
@@ -44,19 +45,9 @@ class FedRolexConfig(WidthConfig):
 def stages(config: FedRolexConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
     space, widest = of_widths(world.space, config.name), largest_of_tiers(world)
-    if config.train.optimizer_state == "kept":
-        raise ValueError(
-            "method.train.optimizer_state=kept: fedrolex rolls the channels after every round, and what clients keep "
-            "would stay: use fresh"
-        )
-    if config.train.server != "replace" or config.train.local_rule not in ("sgd", "fedprox"):
-        raise ValueError(
-            f"method.train.local_rule={config.train.local_rule} and method.train.server={config.train.server}: "
-            "fedrolex rolls the channels after every round, and what rules keep would stay: use sgd or fedprox, and "
-            "replace"
-        )
+    refuse_what_stays(config.train, "fedrolex", "rolls the channels after every round")
 
-    def roll(state: RunState) -> RunState:
+    def roll(state: RunState, _plan: Plan, _result: RoundResult) -> RunState:
         return state.with_group(SUPERNET, space.rolled(state.weights(SUPERNET), config.step)) if config.step else state
 
     def network(_round: object, client_id: int) -> Subnet:

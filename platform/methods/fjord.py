@@ -26,7 +26,7 @@ from fedloom.platform.seeding import stream
 from fedloom.platform.settings import PART, POSITIVE
 from fedloom.platform.spaces.base import once
 from fedloom.platform.spaces.initialisation import on_meta
-from fedloom.platform.spaces.slices import Architecture, SliceMap, Weights, architecture_id, extract
+from fedloom.platform.spaces.slices import Architecture, SliceMap, architecture_id, extract
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,8 +103,9 @@ def _narrow(worker: Worker, widest: Architecture, width: Architecture, x_B: Tens
     """The logits of a narrower network on views of the widest's tensors."""
     space = worker.space
     skeleton = once(space, f"narrow {width}", lambda s: on_meta(partial(s.build_subnet, width)))
-    tensors: Weights = worker.tensors_of(worker.subnet(widest))
-    views = extract(tensors, once(space, f"slices {width}", lambda s: s.slices(width)))
+    whole = worker.subnet(widest)
+    views = extract(worker.tensors_of(whole), once(space, f"slices {width}", lambda s: s.slices(width)))
+    views |= worker.constants_of(whole)
     return worker.kernels.functional(skeleton.train(), worker.device)(views, worker.kernels.laid_out(x_B))
 
 

@@ -31,6 +31,7 @@ from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob,
 from fedloom.platform.methods.tier_search import check_statistics
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.spaces.base import LeadingSpace
 from fedloom.platform.spaces.slices import Architecture, Weights, bytes_of, extract
 from fedloom.tiers.devices import EVALUATION_FACTOR
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.algorithm import RunState
     from fedloom.platform.federation.world import World
     from fedloom.platform.spaces.base import SearchSpace
-    from fedloom.platform.spaces.width import WidthSpace
 
 
 @dataclass
@@ -67,13 +67,16 @@ def tier_stages(
     evaluation: EvaluationConfig,
     network: Callable[[Round, int], Countable],
     *,
-    after: Callable[[RunState], RunState] = lambda state: state,
+    client: Callable[[Round, int, Train], Train] = lambda _round, _client_id, task: task,
+    more: Callable[[Weights], Weights] = lambda _weights: {},
+    after: Callable[[RunState, Plan, RoundResult], RunState] = lambda state, _plan, _result: state,
     statistics_clients: int | None = None,
 ) -> list[Stage]:
     """Training of each client's `network` (of a round and its id), the tiers' models and their evaluation.
 
-    `model` is the models' name in the tables; `after` changes the state after every round; `statistics_clients` is how
-    many measure each tier's batch norms in the end, if a subnet's statistics must be estimated (None: all).
+    `model` is the models' name in the tables; `client` makes another task of a client's training; `more` are further
+    tensors of the server, given the initial weights; `after` changes the state after every round; `statistics_clients`
+    is how many measure each tier's batch norms in the end, if a subnet's statistics must be estimated (None: all).
     """
     if train.privacy.clip is not None and world.space.keeps_statistics:
         raise ValueError(
@@ -84,32 +87,44 @@ def tier_stages(
     check_training(train, "method.train", world.num_clients)
     rules, shown = rules_of(train, "method.train"), tuple(dict.fromkeys(largest_of_tiers(world)))
 
-    def give(round_: Round) -> RoundTasks:
-        networks = [network(round_, client_id) for client_id in round_.client_ids]
-        return RoundTasks([Train(each, round_.local, rules.weighting) for each in networks])
+    def task(round_: Round, client_id: int) -> Train:
+        return client(round_, client_id, Train(network(round_, client_id), round_.local, rules.weighting))
+
+    def initial(state: RunState) -> Weights | None:
+        weights = fresh_supernet(world)(state)
+        return weights if weights is None else {**weights, **more(weights)}
 
     training = TrainingStage(
         *(world, train, rules),
         name=SUPERNET,
-        initial=fresh_supernet(world),
-        tasks=give,
+        initial=initial,
+        tasks=lambda round_: RoundTasks([task(round_, client_id) for client_id in round_.client_ids]),
         score=lambda state: [ScoreSubnets(shown, state.version(SUPERNET))],
-        after=lambda state, _plan, _result: after(state),
+        after=after,
     )
     models = TierModelsStage(world, model, statistics_clients)
     return [training, models, EvaluationStage(world, evaluation, models.jobs, len(world.tiers))]
 
 
-def of_widths(space: SearchSpace, who: str) -> WidthSpace:
-    """The space, if its one decision is the width; ValueError for any other."""
-    from fedloom.platform.spaces.width import WidthSpace  # what other methods need not load
-
-    if not isinstance(space, WidthSpace):
+def of_widths(space: SearchSpace, who: str) -> LeadingSpace:
+    """The space, if its one decision is the width, or the rank of adapters; ValueError for any other."""
+    if not isinstance(space, LeadingSpace):
         raise ValueError(
             f"{who} cannot use space {space.name}, whose subnets are no widths of one network: choose "
-            "space.name=cnn_width, resnet_width, lstm_width, or width with a network of your own"
+            "space.name=cnn_width, resnet_width, lstm_width, width with a network of your own, or space.lora.ranks"
         )
     return space
+
+
+def refuse_what_stays(train: TrainingConfig, who: str, why: str) -> None:
+    """Raises ValueError for rules that keep tensors, or clients that keep an optimiser's state, between rounds."""
+    if train.optimizer_state == "kept":
+        raise ValueError(f"method.train.optimizer_state=kept: {who} {why}, and what clients keep would stay: use fresh")
+    if train.server != "replace" or train.local_rule not in ("sgd", "fedprox"):
+        raise ValueError(
+            f"method.train.local_rule={train.local_rule} and method.train.server={train.server}: {who} {why}, and what "
+            "rules keep would stay: use sgd or fedprox, and replace"
+        )
 
 
 def within(world: World, budget: float) -> list[Architecture]:

@@ -26,6 +26,22 @@ from fedloom.platform.spaces.slices import (
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of, parameters_of
 
+# -- what is sent of a module -----------------------------------------------------------------------------------------
+
+
+def travelling(module: nn.Module) -> dict[str, Tensor]:
+    """What is sent of a module, by name: parameters with a gradient, and buffers that belong to its state."""
+    state = module.state_dict(keep_vars=True)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}  # a shared one once
+    return trained | {name: buffer for name, buffer in module.named_buffers() if name in state}
+
+
+def load_sent(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copies of tensors into what is sent of a module, by name; its constants stay. RuntimeError for other names."""
+    constants = {name: tensor for name, tensor in module.state_dict().items() if name not in travelling(module)}
+    module.load_state_dict({**constants, **{name: tensor.clone() for name, tensor in weights.items()}})
+
+
 # -- costs of single modules on one sample ----------------------------------------------------------------------------
 
 
@@ -79,7 +95,7 @@ def measure_of(name: str) -> Measure:
         case "parameters":
             return Measure(name, lambda module, _x: parameters_of(module))
         case "bytes":
-            return Measure(name, lambda module, _x: bytes_of(module.state_dict()))
+            return Measure(name, lambda module, _x: bytes_of(travelling(module)))
         case "activation_bytes":
             return Measure(name, activation_bytes_of)
         case "latency_s":
@@ -126,6 +142,12 @@ class SearchSpace(Protocol):
     def build_subnet(self, architecture: Architecture) -> nn.Module:
         """A stand-alone module of one architecture: `forward(x)`; its tensor names are those of the supernet."""
         ...
+
+    def largest_network(self, seed: int) -> nn.Module:
+        """The stand-alone module of the largest architecture with its initial weights of this seed."""
+        module = self.build_subnet(self.largest)
+        module.load_state_dict(self.initial_subnet_weights(self.largest, torch.Generator().manual_seed(seed)))
+        return module
 
     @property
     def keeps_statistics(self) -> bool:
@@ -442,3 +464,11 @@ class SlicedSpace(SearchSpace):
         """A stand-alone subnet, `forward(x)`; floating tensors are NaN until weights are loaded."""
         self.validate(architecture)
         return blank(partial(self._network, architecture))
+
+
+class LeadingSpace(SlicedSpace):
+    """One decision: how many leading channels, or ranks, of every layer a subnet keeps."""
+
+    @abstractmethod
+    def rolled(self, weights: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """The weights of a network that computes the same, with all channels moved `step` places to the front."""

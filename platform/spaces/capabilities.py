@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -107,6 +107,27 @@ class HasExits(SearchSpace, Protocol):
         ...
 
 
+class HasAdapters(SearchSpace, Protocol):
+    """One decision, the rank r of adapters: layers add `adapter_scale` B A x, with B (out, r) and A (r, in)."""
+
+    ranks: tuple[int, ...]
+    """The rank of every option, ascending."""
+    adapter_scale: float
+
+    @property
+    def pairs(self) -> Sequence["Pair"]:
+        """The names of every layer's tensors."""
+        ...
+
+
+class Pair(NamedTuple):
+    """The names of a layer's B (out, r), A (r, in), and sum of merged products (out, in), which need not be there."""
+
+    up: str
+    down: str
+    merged: str
+
+
 class HasBases(SearchSpace, Protocol):
     """Subnets mix base nets, whose tensors are called bases.NUMBER.NAME: `forward(x, of_bases)` appends their logits.
 
@@ -176,6 +197,7 @@ with_cells: Need[HasCells] = Need(HasCells, "darts_s2")
 with_depths: Need[HasDepths] = Need(HasDepths, "resnet_elastic")
 with_exits: Need[HasExits] = Need(HasExits, "cnn_depth, resnet_depth, cnn_scaled or resnet_scaled")
 with_bases: Need[HasBases] = Need(HasBases, "cnn_split or resnet_split")
+with_adapters: Need[HasAdapters] = Need(HasAdapters, "gpt_width space.lora.ranks=[4,8,16]")
 with_blocks: Need[HasBlocks] = Need(HasBlocks, "resnet_elastic")
 with_sorted_channels: Need[HasSortedChannels] = Need(HasSortedChannels, "resnet_elastic")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.trees import Tree
 from fedloom.platform.plugins import NOT_CAUGHT, PluginError, an, blaming, imported, in_one_line, nearest, place_of
-from fedloom.platform.spaces.base import FixedSpace, Measure
+from fedloom.platform.spaces.base import FixedSpace, Measure, SearchSpace, once, travelling
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, bytes_of
 from fedloom.platform.spaces.space_config import SpaceConfig, Spaces
 from fedloom.platform.words import said
@@ -43,88 +44,50 @@ class FittedConfig(SpaceConfig):
     input_shapes: Mapping[str, tuple[int, ...]] | None = None
 
 
-class ModuleSpace(FixedSpace):
-    """A user's network as a space of one architecture, `(0,)`, called as `forward(x)`, or `forward(**x)` by names."""
+class WithConstants(SearchSpace):
+    """A space of networks with tensors that neither train nor travel; all of a process's networks share their memory.
 
-    stacks = False  # what its `forward` does with a batch of clients, nobody can tell
+    Trained are the parameters that need a gradient; they travel, and so do buffers.
+    """
 
-    def __init__(self, config: SpaceConfig) -> None:
-        self.config, self.name, self.options = config, config.name, (1,)
-        self.batch: Tree | None = None
-        """A batch on whose first sample costs are measured; zeros of the input shape until the data are known."""
+    stacks = False  # what a `forward` does with a batch of clients, nobody can tell
+    config: SpaceConfig
+    batch: Tree | None = None
+    """A batch on whose first sample costs are measured; zeros of the input shape until the data are known."""
 
-    @property
-    def input_shape(self) -> Any:  # type: ignore[override]  # shapes by name for several inputs
-        """The shape of one sample; ValueError if neither the configuration nor the data has told it."""
-        if isinstance(self.config, FittedConfig) and self.config.input_shapes:
-            return dict(self.config.input_shapes)
-        if self.config.input_shape is None:
-            raise ValueError("space.input_shape is not known without the data: give the shape of one sample")
-        return tuple(self.config.input_shape)
-
-    @property
-    def slices_tensors(self) -> bool:
-        """Its own module scores it: a second one, as a supernet, would hold the constants twice."""
-        return True
-
-    def fitted(self, config: SpaceConfig, dataset: Dataset) -> tuple[ModuleSpace, SpaceConfig]:
-        """The space with the shapes and classes of a data set, where the configuration leaves them open."""
-        shapes = dataset.input_shape
-        if isinstance(shapes, Mapping):
-            config = FittedConfig(**vars(config), input_shapes=shapes)
-        elif config.input_shape is None:
-            config = replace(config, input_shape=list(shapes))
-        config = replace(config, num_classes=dataset.num_classes)
-        return ModuleSpace(config), config
-
-    # -- networks ---------------------------------------------------------------------------------------------------
-
-    def _built(self, seed: int) -> nn.Module:
-        """What the user's function gives with torch's generator at this seed.
-
-        Raises PluginError if it gives no module, or one whose lazy layers have no shapes yet.
-        """
-        path = self.config.build or ""
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]), blaming("network", path):
-            build = imported("network", path)
-            if isinstance(build, nn.Module):
-                raise PluginError(f"network {path!r} is {an(type(build).__name__)}: name a function that builds it")
-            # Set after the import, which may draw numbers, but only in the first of several calls.
-            torch.default_generator.manual_seed(seed)
-            made = build(self.input_shape, self.config.num_classes) if _takes_arguments(build) else build()
-        if not isinstance(made, nn.Module):
-            raise PluginError(f"{self._blame()} gives {an(type(made).__name__)}: give a torch.nn.Module")
-        lazy = [name for name, tensor in (*made.named_parameters(), *made.named_buffers()) if is_lazy(tensor)]
-        if lazy:
-            raise PluginError(f"{self._blame()}: {lazy[0]} has no shape yet: give sizes to its lazy layers")
-        if self.config.weights is not None:
-            load_stored(made, Path(self.config.weights).expanduser(), self.config.weights_names or {})
-        return made
+    @abstractmethod
+    def largest_network(self, seed: int) -> nn.Module: ...
 
     def _blame(self) -> str:
         """The network and where it is built, as messages name it."""
-        path = self.config.build or ""
-        return f"network {path!r}{place_of(imported('network', path))}"
+        path = self.config.build
+        return f"network {path!r}{place_of(imported('network', path))}" if path else f"the network of space {self.name}"
 
     @cached_property
     def _template(self) -> nn.Module:
         """The network with its constants; nobody trains it."""
-        return self._built(CONSTANTS_SEED)
+        with torch.device("cpu"):  # even if a module without values asks first
+            return self.largest_network(CONSTANTS_SEED)
 
-    def build_subnet(self, architecture: Architecture) -> nn.Module:
-        """The network, whose trained tensors are NaN until weights are loaded; all share the constants' memory."""
-        self.validate(architecture)
-        shared = {id(t): _sharing(t) for t in _constants(self._template).values()}
-        module = copy.deepcopy(self._template, shared)
+    @property
+    def slices_tensors(self) -> bool:
+        """Its own modules score it: a further one, as a supernet, would hold the constants twice."""
+        return True
+
+    def _copy(self) -> nn.Module:
+        """A copy of the template on the default device, with the process's constants there, and NaN for the rest."""
+        device = torch.get_default_device()
+        held = once(self, f"constants on {device}", lambda _: self._constants_on(device))
+        module = copy.deepcopy(self._template, dict(held)).to(device)
         with torch.no_grad():
             for tensor in travelling(module).values():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
         module.register_forward_pre_hook(_by_name, with_kwargs=True)
-        return module.to(torch.get_default_device())
+        return module
 
-    def build_supernet(self) -> nn.Module:
-        """The same, called with `(x, architecture)`."""
-        return self.build_subnet((0,))
+    def _constants_on(self, device: torch.device) -> dict[int, nn.Parameter]:
+        constants = _constants(self._template).values()
+        return {id(t): nn.Parameter(t.detach().to(device), requires_grad=False) for t in constants}
 
     def tried(self, x: Tree, y: Tree) -> Any:
         """Its outputs for a batch of the data, with gradients.
@@ -133,14 +96,14 @@ class ModuleSpace(FixedSpace):
         gets), has nothing to train, or gives logits (B, classes) or (B, classes, T) of another number of classes than
         labels (B,) or (B, T) have.
         """
-        self.batch, module = x, self.build_subnet((0,))
+        self.batch, module = x, self.build_subnet(tuple(count - 1 for count in self.options))
         module.load_state_dict(self.initial_weights(torch.Generator().manual_seed(0)), strict=False)
         if not self.parameter_names:
             raise PluginError(f"{self._blame()} has no parameter that needs a gradient: there is nothing to train")
         entered = _followed(module.train())
         try:
             with torch.random.fork_rng(devices=[]):
-                outputs = module(x)
+                outputs = self._outputs(module, x)
         except NOT_CAUGHT:
             raise
         except BaseException as error:
@@ -156,6 +119,10 @@ class ModuleSpace(FixedSpace):
             if not logits.requires_grad:
                 raise PluginError(f"{self._blame()}: its outputs depend on no parameter that needs a gradient")
         return outputs
+
+    def _outputs(self, module: nn.Module, x: Tree) -> Any:
+        """The outputs of the largest network."""
+        return module(x)
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 
@@ -175,8 +142,84 @@ class ModuleSpace(FixedSpace):
 
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
         """The tensors that are sent, of a network that is built with this generator's seed."""
-        module = self._built(generator.initial_seed() % 2**63)
+        with torch.device("cpu"):
+            module = self.largest_network(generator.initial_seed() % 2**63)
         return {name: tensor.detach().clone() for name, tensor in travelling(module).items()}
+
+    # -- costs ------------------------------------------------------------------------------------------------------
+
+    def _measured(self, measure: Measure, module: nn.Module) -> float:
+        """The cost of a network as it is; bytes are those of the tensors that are sent."""
+        if measure.name == "bytes":
+            return float(bytes_of(travelling(module)))
+        module = copy.deepcopy(module).eval()
+        module.register_forward_pre_hook(_by_name, with_kwargs=True)
+        return float(measure.of(module, self._batch()))
+
+    def _batch(self) -> Any:
+        if self.batch is not None:
+            return self.batch
+        shapes: Any = self.input_shape
+        if isinstance(shapes, Mapping):
+            return {name: torch.zeros((1, *shape)) for name, shape in shapes.items()}
+        return torch.zeros((1, *shapes), dtype=self.input_dtype)
+
+
+class ModuleSpace(WithConstants, FixedSpace):
+    """A user's network as a space of one architecture, `(0,)`, called as `forward(x)`, or `forward(**x)` by names."""
+
+    def __init__(self, config: SpaceConfig) -> None:
+        self.config, self.name, self.options = config, config.name, (1,)
+
+    @property
+    def input_shape(self) -> Any:  # type: ignore[override]  # shapes by name for several inputs
+        """The shape of one sample; ValueError if neither the configuration nor the data has told it."""
+        if isinstance(self.config, FittedConfig) and self.config.input_shapes:
+            return dict(self.config.input_shapes)
+        if self.config.input_shape is None:
+            raise ValueError("space.input_shape is not known without the data: give the shape of one sample")
+        return tuple(self.config.input_shape)
+
+    def fitted(self, config: SpaceConfig, dataset: Dataset) -> tuple[ModuleSpace, SpaceConfig]:
+        """The space with the shapes and classes of a data set, where the configuration leaves them open."""
+        shapes = dataset.input_shape
+        if isinstance(shapes, Mapping):
+            config = FittedConfig(**vars(config), input_shapes=shapes)
+        elif config.input_shape is None:
+            config = replace(config, input_shape=list(shapes))
+        config = replace(config, num_classes=dataset.num_classes)
+        return ModuleSpace(config), config
+
+    def largest_network(self, seed: int) -> nn.Module:
+        """What the user's function gives with torch's generator at this seed.
+
+        Raises PluginError if it gives no module, or one whose lazy layers have no shapes yet.
+        """
+        path = self.config.build or ""
+        with torch.random.fork_rng(devices=[]), blaming("network", path):
+            build = imported("network", path)
+            if isinstance(build, nn.Module):
+                raise PluginError(f"network {path!r} is {an(type(build).__name__)}: name a function that builds it")
+            # Set after the import, which may draw numbers, but only in the first of several calls.
+            torch.default_generator.manual_seed(seed)
+            made = build(self.input_shape, self.config.num_classes) if _takes_arguments(build) else build()
+        if not isinstance(made, nn.Module):
+            raise PluginError(f"{self._blame()} gives {an(type(made).__name__)}: give a torch.nn.Module")
+        lazy = [name for name, tensor in (*made.named_parameters(), *made.named_buffers()) if is_lazy(tensor)]
+        if lazy:
+            raise PluginError(f"{self._blame()}: {lazy[0]} has no shape yet: give sizes to its lazy layers")
+        if self.config.weights is not None:
+            load_stored(made, Path(self.config.weights).expanduser(), self.config.weights_names or {})
+        return made
+
+    def build_subnet(self, architecture: Architecture) -> nn.Module:
+        """The network, whose trained tensors are NaN until weights are loaded."""
+        self.validate(architecture)
+        return self._copy()
+
+    def build_supernet(self) -> nn.Module:
+        """The same, called with `(x, architecture)`."""
+        return self.build_subnet((0,))
 
     def initial_subnet_weights(self, architecture: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
         self.validate(architecture)
@@ -187,23 +230,8 @@ class ModuleSpace(FixedSpace):
         self.validate(architecture)
         return {name: Slice(name) for name in travelling(self._template)}
 
-    # -- costs ------------------------------------------------------------------------------------------------------
-
     def _table_of(self, measure: Measure) -> CostTable:
-        """The cost of the network as it is; bytes are those of the tensors that are sent."""
-        if measure.name == "bytes":
-            return measure.table(float(bytes_of(travelling(self._template))), [[0.0]])
-        module = copy.deepcopy(self._template).eval()
-        module.register_forward_pre_hook(_by_name, with_kwargs=True)
-        return measure.table(float(measure.of(module, self._batch())), [[0.0]])
-
-    def _batch(self) -> Any:
-        if self.batch is not None:
-            return self.batch
-        shapes = self.input_shape
-        if isinstance(shapes, Mapping):
-            return {name: torch.zeros((1, *shape)) for name, shape in shapes.items()}
-        return torch.zeros((1, *shapes))
+        return measure.table(self._measured(measure, self._template), [[0.0]])
 
 
 def load_stored(module: nn.Module, file: Path, names: Mapping[str, str]) -> None:
@@ -236,20 +264,9 @@ def load_stored(module: nn.Module, file: Path, names: Mapping[str, str]) -> None
             tensors[name].copy_(tensor)
 
 
-def travelling(module: nn.Module) -> dict[str, Tensor]:
-    """What is sent of a module, by name: parameters with a gradient, and buffers that belong to its state."""
-    state = module.state_dict(keep_vars=True)
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}  # a shared one once
-    return trained | {name: buffer for name, buffer in module.named_buffers() if name in state}
-
-
 def _constants(module: nn.Module) -> dict[str, Tensor]:
     """What neither trains nor travels: parameters without a gradient."""
     return {name: p for name, p in module.named_parameters() if not p.requires_grad}
-
-
-def _sharing(constant: Tensor) -> nn.Parameter:
-    return nn.Parameter(constant.detach(), requires_grad=False)
 
 
 def _followed(module: nn.Module) -> list[str]:
@@ -291,7 +308,7 @@ def from_config(config: SpaceConfig) -> ModuleSpace:
         raise ValueError("space.name=module needs space.build=my_net:build, which gives the network")
     known = ("build", "weights", "weights_names", "num_classes", "input_shape")
     for name, value in vars(config).items():
-        if name not in ("name", "input_shapes", *known) and value not in (None, {}):
+        if name not in ("name", "lora", "input_shapes", *known) and value not in (None, {}):
             raise ValueError(f"space module has no {name}; it has {', '.join(known)}")
     return ModuleSpace(config)
 

@@ -7,10 +7,10 @@ from torch import nn
 
 from fedloom.platform.plugins import PluginError, Registry, Shipped, blaming, is_import_path
 from fedloom.platform.settings import component_specs
-from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.base import SearchSpace, load_sent
 from fedloom.platform.spaces.capabilities import HasExits, lacking
 from fedloom.platform.spaces.slices import Architecture, extract
-from fedloom.platform.spaces.space_config import SpaceBuilder, SpaceConfig
+from fedloom.platform.spaces.space_config import LoraConfig, SpaceBuilder, SpaceConfig
 
 SAMPLES = 2
 
@@ -65,7 +65,7 @@ def try_exits(space: HasExits, config: SpaceConfig) -> None:
 
 
 def _loaded(module: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
-    module.load_state_dict({name: tensor.clone() for name, tensor in weights.items()})
+    load_sent(module, weights)
     return module.eval().requires_grad_(False)
 
 
@@ -113,14 +113,23 @@ SPACES: Registry[SpaceBuilder] = Registry(
 
 
 def build_space(config: SpaceConfig) -> SearchSpace:
-    """Builds the configured search space.
+    """Builds the configured search space, and tries a user's own.
 
     Raises:
         ValueError: an unknown name (lists the known ones), or a value that the space does not allow.
         PluginError: an import path that does not exist, or an object that is no space.
     """
-    builder = SPACES.make(component_specs([(SPACES, config.name)], config.options, "space.options")[0])
-    space = builder(config)
+    space = untried_space(config)
     if is_import_path(config.name):
         try_space(space, config)
     return space
+
+
+def untried_space(config: SpaceConfig) -> SearchSpace:
+    """As `build_space`, without a trial."""
+    if config.lora != LoraConfig():
+        from fedloom.platform.spaces.lora import LoraSpace, without_adapters  # what few runs need
+
+        return LoraSpace(config, untried_space(without_adapters(config)))
+    builder = SPACES.make(component_specs([(SPACES, config.name)], config.options, "space.options")[0])
+    return builder(config)

@@ -159,6 +159,7 @@ class SlicedSupernet(nn.Module):
         # Its tensors have the network's names, without a prefix.
         for name, child in whole.named_children():
             self.add_module(name, child)
+        self._constants = [name for name, tensor in self.named_parameters() if not tensor.requires_grad]
         self._slices, self._build = slices, skeleton
         self._skeletons: OrderedDict[Architecture, nn.Module] = OrderedDict()
 
@@ -173,6 +174,6 @@ class SlicedSupernet(nn.Module):
     def forward(self, x: Tensor, architecture: Architecture) -> Tensor:
         """Logits of a batch on one subnet."""
         tensors: Mapping[str, Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        views = extract(tensors, self._slices(architecture))
+        views = {name: tensors[name] for name in self._constants} | extract(tensors, self._slices(architecture))
         y: Tensor = functional_call(self._skeleton(architecture), views, (x,))
         return y

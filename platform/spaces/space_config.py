@@ -14,6 +14,26 @@ CHANNELS = Interval(ge=1, le=100_000)
 
 
 @dataclass
+class LoraConfig:
+    """Adapters of low rank (Hu et al. 2022) on a space's largest network, whose own tensors are constants."""
+
+    ranks: Annotated[
+        list[Annotated[int, CHANNELS]] | None,
+        "ranks of the adapters, ascending, of which tiers afford some; null: none",
+    ] = None
+    layers: Annotated[list[Annotated[str, NOT_EMPTY]], "patterns of the names of linear layers that get adapters"] = (
+        field(default_factory=lambda: ["*"])
+    )
+    trained: Annotated[
+        list[Annotated[str, NOT_EMPTY]], "patterns of the names of tensors that are trained and sent as wholes"
+    ] = field(default_factory=list)
+    alpha: Annotated[
+        float | None, Interval(gt=0, le=1e6), "adapters count alpha / (largest rank), at every rank; null: 1"
+    ] = None
+    merged: Annotated[bool, "whether layers have a sum of adapters beside the present ones, which flora needs"] = False
+
+
+@dataclass
 class SpaceConfig:
     """A named search space and changes of its values; null keeps the space's own value.
 
@@ -76,12 +96,15 @@ class SpaceConfig:
     stem_multiplier: Annotated[int | None, UP_TO_A_THOUSAND, "channels of the stem as a multiple of the cells'"] = None
     affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
     modules: Annotated[int | None, Interval(ge=1, le=100), "number of modules per block to choose from"] = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
     build: Annotated[str | None, NOT_EMPTY, "module: what gives the network, as module:function"] = None
     weights: Annotated[
-        str | None, PATH, "module: a .safetensors file, or an index of several, whose values replace the network's own"
+        str | None,
+        PATH,
+        "module, lora: a .safetensors file, or an index of several, that replaces the network's own values",
     ] = None
     weights_names: Annotated[
-        dict[str, str] | None, "module: beginnings of names in that file, and what the network's begin with instead"
+        dict[str, str] | None, "beginnings of names in that file, and what the network's begin with instead"
     ] = None
     options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
 
@@ -89,7 +112,7 @@ class SpaceConfig:
 SpaceBuilder = Callable[..., SearchSpace]
 """Builds a space from a configuration (and options by keyword)."""
 
-_NOT_OF_DESIGNS = ("name", "options")
+_NOT_OF_DESIGNS = ("name", "options", "lora")
 
 
 def from_design(make: Callable[[Any], SearchSpace], default: Any, config: SpaceConfig) -> SearchSpace:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedloom.platform.plugins import PluginError, blaming, imported
 from fedloom.platform.settings import NOT_EMPTY
-from fedloom.platform.spaces.base import SearchSpace, SlicedSpace, samples_of, supernet_shapes
+from fedloom.platform.spaces.base import LeadingSpace, SearchSpace, samples_of, supernet_shapes
 from fedloom.platform.spaces.initialisation import fill_uniform, on_meta
 from fedloom.platform.spaces.resnet import Resnet18, Resnet18Design
 from fedloom.platform.spaces.slices import Architecture, Weights
@@ -241,7 +241,7 @@ def check_widths(widths: tuple[float, ...]) -> None:
         raise ValueError(f"space.widths={list(widths)}: give shares in ascending order, above 0, the last one 1.0")
 
 
-class WidthSpace(SlicedSpace):
+class WidthSpace(LeadingSpace):
     """One decision: the width of the network."""
 
     def __init__(self, design: WidthDesign) -> None:

@@ -105,6 +105,14 @@ TINY_SILOS = [
     *(o for o in TINY_SPIDER if "experiment" not in o),
 ]
 
+TINY_PERSONAL = [
+    *(o for o in TINY_CNN if not o.startswith("tiers.count")),
+    "method.train.rounds=4",
+    "method.train.epochs=2",
+    "method.train.clients_per_round=6",
+    "method.train.evaluate_every=2",
+]
+
 TINY_SMALL_SILOS = [
     *(o for o in TINY_SPIDER if not o.startswith(("experiment", "space"))),
     "space.stage_widths=[4,8]",
@@ -125,6 +133,13 @@ TINY_WIDTHS = [
     *(o for o in TINY_FEDAVG if not o.startswith(("experiment", "space", "tiers.count"))),
     "space.stage_widths=[12,16,24]",
     "tiers.upper_bounds=[5000,15000,30000,60000]",
+]
+
+TINY_ADAPTERS = [
+    *(o for o in TINY_FEDAVG if not o.startswith(("experiment", "space", "tiers.count"))),
+    *("experiment=heterofl_vit_digits", "space.widths=[1.0]", "space.embedding_size=8", "space.attention_heads=2"),
+    *("space.lora.ranks=[1,2,4]", "space.lora.layers=[stages.*]", "space.lora.trained=[head.*]"),
+    *("space.lora.merged=true", "tiers.upper_bounds=[71248,76368,86608]"),
 ]
 
 KEPT_ADAM = ["method.train.optimizer=adamw", "method.train.lr=0.01", "method.train.optimizer_state=kept"]
@@ -157,6 +172,14 @@ COMPARED = {
         "space.stage_widths=[4,6,8,10]",
         "tiers.upper_bounds=[15000,22000,25000,30000]",
     ],
+    "robust": [
+        *(o for o in TINY_ELASTIC if not o.startswith(("method.search", "method.family"))),
+        *("method.family=[smallest]", "method.search.samples=0", "method.train.min_contributors=2"),
+        *("method.train.aggregator=rfa", "attack.share=0.3", "attack.name=alie", "attack.options.z=1.0"),
+    ],
+    "hetlora": ["method=hetlora", *TINY_ADAPTERS, "method.penalty=2.0"],
+    "flexlora": ["method=flexlora", *TINY_ADAPTERS],
+    "flora": ["method=flora", *TINY_ADAPTERS],
     "compressed": [
         *("experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true", "method.train.processors=[top_k,qsgd]"),
         *("method.train.options.share=0.2", "method.train.options.direction=both"),
@@ -200,6 +223,9 @@ TINY_RUNS = {
     "milenas": [*TINY_SPIDER, "method.search.kind=milenas", "method.search.rounds=2"],
     "fedpnas": ["method=fedpnas", "space.name=darts_s2_small", *TINY_SILOS, *TINY_SEARCH],
     "fedmn": ["method=fedmn", "space.name=darts_s2_small", *TINY_SILOS, "method.train.pretraining_rounds=1"],
+    "personal_layers": ["experiment=fedrep_digits", *TINY_PERSONAL, "method.train.personal_epochs=1"],
+    "apfl": ["experiment=apfl_digits", *TINY_PERSONAL],
+    "fedproto": ["experiment=fedproto_digits", *TINY_PERSONAL],
     "fedoras": TINY,
     "superfednas": TINY_ELASTIC,
     "multi_stage": [

@@ -120,7 +120,7 @@ def test_a_stored_configuration_of_another_version_is_refused() -> None:
         config_from_dict(stored)
     stored = asdict(compose_config([]))
     stored["method"]["name"] = "fedprox"
-    with pytest.raises(ValueError, match=r"unknown method 'fedprox': known are depthfl, ditto, fedavg,"):
+    with pytest.raises(ValueError, match=r"unknown method 'fedprox': known are apfl, depthfl, ditto,"):
         config_from_dict(stored)
 
 
@@ -234,8 +234,10 @@ def test_every_key_says_what_it_is() -> None:
 
 
 PUBLIC = {
+    "APFLConfig": "name alpha adaptive",
     "AdaptationConfig": "epochs lr",
     "ArchitectureSearchConfig": "kind start every prune_edges statistics max_macs rounds lr validation_weight",
+    "AttackConfig": "share name options",
     "BudgetConfig": "kind factors states options",
     "CheckpointConfig": "every",
     "CommunicationConfig": "unit value one_per_round",
@@ -265,15 +267,21 @@ PUBLIC = {
     "FedMnTrainingConfig": "pretraining_rounds router_lr temperature",
     "FedNasConfig": "name train search",
     "FedPnasConfig": "name base_cells train search",
+    "FedProtoConfig": "name train",
+    "FedProtoTrainingConfig": "pull",
     "FedRolexConfig": "name step train",
     "FedorASConfig": "name train search finetune rand_init evaluation",
     "FjordConfig": "name distillation temperature",
     "GainConfig": "epochs clients lr start tune_own epoch",
     "GlobalNasConfig": "name train search",
+    "FLoRAConfig": "name",
+    "FlexLoRAConfig": "name",
+    "HetLoRAConfig": "name decay penalty norm_weights",
     "HeteroFLConfig": "name dynamic train",
     "InnerStepsConfig": "steps lr",
     "KnnPerConfig": "name neighbours scale",
     "LocalAdaptationConfig": "name adapt",
+    "LoraConfig": "ranks layers trained alpha merged",
     "OFAConfig": "name family train search evaluation",
     "OFATrainingConfig": "full_share depth_share subnets_per_batch teaching sort_channels evaluate",
     "ObjectiveConfig": "name options",
@@ -281,12 +289,14 @@ PUBLIC = {
     "PFedMeTrainingConfig": "pull inner_steps outer_lr beta momentum clip_norm schedule weighting",
     "PerFedAvgConfig": "name train adapt",
     "PerFedAvgTrainingConfig": "local_factor",
+    "PersonalConfig": "name personal train",
+    "PersonalTrainingConfig": "personal_epochs",
     "PrivacyConfig": "clip noise delta weight_cap least_coverage secure fraction_bits survivors accountant",
     "RandomNasConfig": "name models metric train evaluation",
     "RayConfig": "address num_cpus num_gpus object_store_memory_bytes dashboard wait_s detached",
     "RunConfig": (
         "experiment name tags seed results dry_run reuse_supernet tensorboard data objective space tiers devices "
-        "method executor ray checkpoint seeds"
+        "attack method executor ray checkpoint seeds"
     ),
     "ScaleFLConfig": "name distillation temperature distil_after train",
     "SearchConfig": (
@@ -302,7 +312,7 @@ PUBLIC = {
         "name num_classes heads input_shape stem_channels stem_stride stage_layers stage_strides depthwise_link "
         "operators stage_widths depths expansions widths scaler coupled width_multiplier norm initialisation bias "
         "channels embedding_size blocks patch_size attention_heads mlp_ratio head_shares kernel_size dropout "
-        "embedding_dropout tied cells nodes stem_multiplier affine modules build weights weights_names options"
+        "embedding_dropout tied cells nodes stem_multiplier affine modules lora build weights weights_names options"
     ),
     "SpiderConfig": "name train search gains",
     "SpiderTrainingConfig": "pull keep_momentum own_start",

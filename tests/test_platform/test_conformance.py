@@ -31,7 +31,7 @@ from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, fedavg
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.spaces.registry import SPACES
 from fedloom.platform.spaces.slices import Slice
-from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.platform.spaces.space_config import LoraConfig, SpaceConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,6 +104,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "gpt_depth": GPT,
     "rnn_shakespeare": {"input_shape": [6], "num_classes": 9, "channels": 8, "embedding_size": 4},
     "width": {**IMAGES, "widths": [0.5, 1.0], "options": {"network": f"{__name__}:perceptron"}},
+    "module": {**IMAGES, "build": f"{__name__}:frozen"},
 }
 """Every space, as small as it can be."""
 
@@ -111,6 +112,13 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 def perceptron(input_shape: tuple[int, ...], classes: int) -> nn.Module:
     """A network of one's own for the space `width`."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 6), nn.ReLU(), nn.Linear(6, classes))
+
+
+def frozen(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A network of one's own whose first layer is a constant."""
+    network = perceptron(input_shape, classes)
+    network[1].requires_grad_(False)  # type: ignore[index]
+    return network
 
 
 def test_every_space_is_checked() -> None:
@@ -124,6 +132,12 @@ def test_built_in_spaces_obey(name: str) -> None:
 
 def test_a_tied_decoder_obeys() -> None:
     check_space(SpaceConfig("tcn_elastic", tied=True, **SMALL["tcn_elastic"]))
+
+
+@pytest.mark.parametrize("name", ["gpt_width", "resnet18_small", "module"])
+def test_adapters_on_spaces_obey(name: str) -> None:
+    lora = LoraConfig(ranks=[1, 2, 3], trained=["*.bias"], alpha=6.0, merged=name == "module")
+    check_space(SpaceConfig(name, lora=lora, **SMALL[name]))
 
 
 @pytest.mark.usefixtures("plugins")

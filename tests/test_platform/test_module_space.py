@@ -25,7 +25,8 @@ from fedloom.platform.plugins import PluginError
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
-from fedloom.platform.spaces.module import ModuleSpace, travelling
+from fedloom.platform.spaces.base import travelling
+from fedloom.platform.spaces.module import ModuleSpace
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 SOURCE = '''

@@ -64,9 +64,16 @@ ROUNDS = [
     "method.train.evaluate_every=2", "data.num_clients=12", "executor.chunk_size=2",
 ]  # fmt: skip
 FEDAVG = ["experiment=fedavg_digits", *ROUNDS, "space.stem_channels=8"]
+PERSONAL = [*(o for o in ROUNDS if "tiers" not in o), "space.stem_channels=8"]
 TRANSFER = [
     "experiment=fedoras_digits_from_scratch", *ROUNDS, "method.start_from=frozen", "results=OUT/fedoras/results",
     "method.model=tier2-fine_tuned", "space.stem_channels=8", "tiers.count=2",
+]  # fmt: skip
+
+ADAPTERS = [
+    "experiment=heterofl_vit_digits", *ROUNDS[1:], "space.embedding_size=8", "space.attention_heads=2",
+    "space.lora.ranks=[1,2,4]", "space.lora.layers=[stages.*]", "space.lora.trained=[head.*]",
+    "tiers.upper_bounds=[71248,76368,86608]",
 ]  # fmt: skip
 
 RUNS: dict[str, list[str]] = {
@@ -106,6 +113,9 @@ RUNS: dict[str, list[str]] = {
                   "data.num_clients=4", "data.sequence_length=16", "space.input_shape=[16]", "space.embedding_size=8",
                   "tiers.upper_bounds=[40000,80000]", "method.train.rounds=2",
                   "method.train.clients_per_round=3", "method.train.epochs=1", "method.train.evaluate_every=1"],
+    "hetlora": [*ADAPTERS, "method=hetlora", "method.penalty=2.0"],
+    "flexlora": [*ADAPTERS, "method=flexlora"],
+    "flora": [*ADAPTERS, "method=flora", "space.lora.merged=true"],
     "superfednas_dry_run": ["experiment=superfednas_cifar10", *CIFAR, "dry_run=true", "method.train.rounds=20",
                             "tiers.paths=1000"],
     "fedoras_dry_run": [*FEDORAS, "dry_run=true"],
@@ -121,6 +131,8 @@ RUNS: dict[str, list[str]] = {
     "per_fedavg": ["method=per_fedavg", *SILOS, *RESNET, *VALIDATED],
     "pfedme": ["experiment=pfedme_digits", *SILOS, "space.stage_widths=[4,8]", *VALIDATED],
     "knn_per": ["method=knn_per", *SILOS, *RESNET],
+    **{name: [f"experiment={name}_digits", *PERSONAL] for name in ("fedper", "lg_fedavg", "fedbn", "apfl", "fedproto")},
+    "fedrep": ["experiment=fedrep_digits", *PERSONAL, "method.train.epochs=2", "method.train.personal_epochs=1"],
     "fedmn": ["method=fedmn", *SILOS, *CELLS, "method.train.pretraining_rounds=1", *VALIDATED],
     "global_nas": ["method=global_nas", *SILOS, *CELLS, *SEARCH],
     "fednas": ["method=fednas", *SILOS, *CELLS, "method.search.rounds=2"],
@@ -130,6 +142,11 @@ RUNS: dict[str, list[str]] = {
     "fedavg_bfloat16": [*FEDAVG, "executor.precision=bfloat16"],
     "fedavg_private": [*FEDAVG, "method.train.privacy.clip=1.0", "method.train.privacy.noise=0.8",
                        "method.train.privacy.weight_cap=40"],
+    "fedavg_attacked": [*FEDAVG, "attack.share=0.3", "attack.name=sign_flip"],
+    "fedavg_krum": [*FEDAVG, "method.train.aggregator=multi_krum", "attack.share=0.3", "attack.name=alie"],
+    "fedavg_flipped": [*FEDAVG, "method.train.aggregator=trimmed_mean", "attack.share=0.3",
+                       "attack.name=label_flip"],
+    "superfednas_rfa": [*ELASTIC, "method.train.aggregator=rfa", "attack.share=0.3", "attack.name=inner_product"],
     "fedavg_secure": [*FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2",
                       "method.train.selection=tier_quota"],
     "fedavg_lossy": [*FEDAVG, *DEVICES, "executor.failures.policy=tolerate", "executor.failures.max_share=1"],

@@ -27,7 +27,7 @@ from fedloom.platform.averaging.weighting import WEIGHTING_RULES, WeightingRule
 from fedloom.platform.plugins import Registry
 from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.registry import SPACES
+from fedloom.platform.spaces.registry import untried_space
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 __all__ = [
@@ -84,8 +84,7 @@ def space_laws(
     """The laws of a space as callables; ValueError for an unknown space or law, PluginError if the space fails."""
     if isinstance(space, str | SpaceConfig):
         config = replace(SpaceConfig(space) if isinstance(space, str) else space, **settings)
-        choice = component_specs([(SPACES, config.name)], config.options, "space.options")[0]
-        tried = Tried(SPACES.make(choice)(config), config.num_classes)
+        tried = Tried(untried_space(config), config.num_classes)
         return laws_of("space", config.name, tried, spaces.LAWS, skip)
     if settings:
         raise ValueError(f"space {space.name} is built already: give its name or its SpaceConfig with settings")

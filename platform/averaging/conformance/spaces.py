@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.platform.averaging.average import Update, average
 from fedloom.platform.averaging.conformance.law import different_bits, differing, far_apart, kind_of
 from fedloom.platform.results.checkpoint import to_bytes
-from fedloom.platform.spaces.base import SearchSpace, measure_of, samples_of
+from fedloom.platform.spaces.base import SearchSpace, load_sent, measure_of, samples_of, travelling
 from fedloom.platform.spaces.capabilities import HasSubspaces, lacking, with_subspaces
 from fedloom.platform.spaces.genome import as_array
 from fedloom.platform.spaces.slices import (
@@ -258,7 +258,7 @@ def fresh_weights_fit_the_modules(tried: Tried) -> Iterator[str]:
 
 
 def _unfitting(weights: Weights, module: nn.Module) -> Iterator[str]:
-    state = module.state_dict()
+    state = travelling(module)
     for name in sorted(state.keys() ^ weights.keys()):
         yield f"{name} is {'among the fresh weights' if name in weights else 'in the module'} alone"
     for name, tensor in weights.items():
@@ -271,7 +271,7 @@ def _unfitting(weights: Weights, module: nn.Module) -> Iterator[str]:
 def what_is_trained_are_the_parameters(tried: Tried) -> Iterator[str]:
     """`parameter_names` are the supernet's parameters without buffers; a subnet's parameters are slices of them."""
     space = tried.space
-    supernet = {name for name, _ in tried.supernet.named_parameters()}
+    supernet = {name for name, parameter in tried.supernet.named_parameters() if parameter.requires_grad}
     for name in sorted(supernet ^ space.parameter_names):
         yield f"{name} is {'a parameter and not named' if name in supernet else 'named and no parameter'}"
     for architecture, subnet in tried.subnets.items():
@@ -287,7 +287,7 @@ def what_is_trained_are_the_parameters(tried: Tried) -> Iterator[str]:
 def slices_are_the_subnets_tensors(tried: Tried) -> Iterator[str]:
     """Each tensor of a subnet is a slice of the supernet with the same shape and dtype, and no two slices overlap."""
     for architecture, subnet in tried.subnets.items():
-        slices, state = tried.space.slices(architecture), subnet.state_dict()
+        slices, state = tried.space.slices(architecture), travelling(subnet)
         for name in sorted(slices.keys() ^ state.keys()):
             yield from _of(architecture, [f"{name} is {'no tensor of it' if name in slices else 'without a slice'}"])
         for name, part in extract(tried.weights, slices).items():
@@ -392,7 +392,7 @@ def training_touches_the_slices_alone(tried: Tried) -> Iterator[str]:
             strange = [] if parameter.grad is None else parameter.grad[outside[name]].abs().tolist()
             if any(strange):
                 yield from _of(architecture, [f"{name} has a gradient of {max(strange):.6g} beside its slice"])
-        for name, tensor in supernet.state_dict().items():
+        for name, tensor in travelling(supernet).items():
             yield from _of(architecture, different_bits(name, tensor, tried.weights[name], outside[name]))
 
 
@@ -405,7 +405,7 @@ def _outside(space: SearchSpace, architecture: Architecture, weights: Weights) -
 
 
 def _loaded(module: nn.Module, weights: Weights) -> nn.Module:
-    module.load_state_dict({name: tensor.clone() for name, tensor in weights.items()})
+    load_sent(module, weights)
     return module.eval()
 
 

@@ -1,0 +1,167 @@
+"""FLoRA: clients' adapters are stacked and merged into the base, which every client does by itself (Wang et al. 2024).
+
+    in every round: each client draws A (r, in) anew, of its tier's rank r, with B (out, r) zero,
+                    trains both on the base as it is, and sends them
+                    server: A = [p_1 A_1; ...; p_K A_K], B = [B_1, ..., B_K], p_k by the samples (weighting=fedavg)
+                    each client gets A and B, and merges them: W <- W + s B A = W + s sum_k p_k B_k A_k
+
+Nothing is lost by a mean of factors: the sum of the products is exact (Eq. 3 to 5). What the base becomes differs from
+the constant that every process holds by a sum of products, one per layer: the state of the server, and of the workers,
+that `space.lora.merged=true` adds to the network.
+
+A client's bytes: it draws A and B itself, and sends them. It gets what it has missed since it last took part, or since
+the beginning: the stacks of these rounds, or the layers' sums as whole matrices, whichever is smaller. The paper sends
+every stack to all clients; here a client that takes no part in a round gets it when it takes part again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedloom.platform.clients.assignments import places_of
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.trainer import Train, TrainedNetwork
+from fedloom.platform.federation.method import Method
+from fedloom.platform.methods.flexlora import check_adapters
+from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, tier_stages
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.base import supernet_shapes
+from fedloom.platform.spaces.capabilities import HasAdapters, with_adapters
+from fedloom.platform.spaces.slices import FLOAT_BYTES, parse_architecture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedloom.platform.averaging.average import Update
+    from fedloom.platform.clients.assignments import Assignment, ClientResult
+    from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.algorithm import Plan, Round, RoundResult, RunState
+    from fedloom.platform.federation.method import Stage
+    from fedloom.platform.federation.world import World
+    from fedloom.platform.spaces.capabilities import Pair
+    from fedloom.platform.spaces.slices import Weights
+
+STACKS, SEEN = "flora_stacks", "flora_seen"
+"""The run's JSON values: bytes of every round's stack, and by client the last round that it took part in."""
+
+
+@dataclass
+class FLoRAConfig(WidthConfig):
+    """Training of fresh adapters in every round, and the tiers' models, which are all the base with what was merged."""
+
+    name: str = "flora"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The bytes of a pair of factors per rank, and of the sums of products, over all layers."""
+
+    per_rank: int
+    merged: int
+
+    @classmethod
+    def of(cls, space: HasAdapters) -> Sizes:
+        """Those of a space."""
+        shapes = supernet_shapes(space)
+        outs, ins = [shapes[pair.up][0] for pair in space.pairs], [shapes[pair.down][1] for pair in space.pairs]
+        products = sum(o * i for o, i in zip(outs, ins, strict=True))
+        return cls(FLOAT_BYTES * (sum(outs) + sum(ins)), FLOAT_BYTES * products)
+
+    def missed(self, stacks: Sequence[int], since: int) -> int:
+        """What a client gets that has the base of before round `since`, given every round's stack."""
+        return min(sum(stacks[since:]), self.merged)
+
+
+@dataclass(frozen=True)
+class SendStack(Train):
+    """A client that trains fresh adapters and sends them, to be merged; `missed_bytes` are those that it gets."""
+
+    pairs: Sequence[Pair] = ()
+    scale: float = 1.0
+    missed_bytes: int = 0
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Trains the network with A drawn anew and B zero."""
+        generator = torch_stream(worker.spec.training_seed, "adapters", *places_of(assignment))
+        return super().run(worker, assignment, with_fresh_adapters(weights, self.pairs, generator))
+
+    def finished(
+        self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int, weights: Weights
+    ) -> ClientResult:
+        """The result with what the base becomes by this client alone in the place of its adapters."""
+        result = super().finished(worker, assignment, trained, samples, weights)
+        assert result.update is not None, "it has trained"
+        return replace(self._with_traffic(worker, result), update=merged(result.update, self.pairs, self.scale))
+
+    def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
+        return self._with_traffic(worker, super().account(worker, assignment))
+
+    def _with_traffic(self, worker: Worker, result: ClientResult) -> ClientResult:
+        """The result without the bytes of the sums, and of the adapters that the client draws by itself."""
+        space = with_adapters(worker.space, "flora")
+        sizes, (option,) = Sizes.of(space), parse_architecture(result.architecture or "")
+        adapters = space.ranks[option] * sizes.per_rank
+        down_bytes = result.bytes_down - sizes.merged - adapters + self.missed_bytes
+        return replace(result, bytes_up=result.bytes_up - sizes.merged, bytes_down=down_bytes)
+
+
+def with_fresh_adapters(weights: Weights, pairs: Sequence[Pair], generator: torch.Generator) -> dict[str, Tensor]:
+    """The weights with adapters as LoRA begins: A uniform in +-1/sqrt(in), B zero."""
+    fresh = dict(weights)
+    for pair in pairs:
+        old, bound = weights[pair.down], 1 / math.sqrt(weights[pair.down].shape[1])
+        fresh[pair.down] = torch.empty(old.shape).uniform_(-bound, bound, generator=generator).to(old.device)
+        fresh[pair.up] = torch.zeros_like(weights[pair.up])
+    return fresh
+
+
+@torch.no_grad()
+def merged(update: Update, pairs: Sequence[Pair], scale: float) -> Update:
+    """The update with the sum of merged products, this client's added, in the place of A and B."""
+    tensors, weights = dict(update.tensors), dict(update.weights)
+    for pair in pairs:
+        up, down = tensors.pop(pair.up), tensors.pop(pair.down)
+        tensors[pair.merged] = tensors[pair.merged] + scale * (up @ down)
+        weights[pair.merged] = weights[pair.down]
+    return replace(update, tensors=tensors, weights=weights)
+
+
+def stages(config: FLoRAConfig, world: World) -> list[Stage]:
+    """Training, the tiers' models, evaluation."""
+    space, largest = with_adapters(world.space, config.name), largest_of_tiers(world)
+    check_adapters(config.train, config.name, "merges the adapters after every round")
+    pairs, sizes = space.pairs, Sizes.of(space)
+    if pairs[0].merged not in space.slices(space.largest):
+        raise ValueError(
+            "flora merges adapters into a sum per layer, which the network must have: space.lora.merged=true"
+        )
+
+    def network(_round: Round, client_id: int) -> Subnet:
+        return Subnet(largest[int(world.tier_of_client[client_id])])
+
+    def client(round_: Round, client_id: int, task: Train) -> SendStack:
+        data = round_.state.data
+        missed_bytes = sizes.missed(data.get(STACKS, []), data.get(SEEN, {}).get(str(client_id), 0))
+        return SendStack(**vars(task), pairs=pairs, scale=space.adapter_scale, missed_bytes=missed_bytes)
+
+    def after(state: RunState, _plan: Plan, result: RoundResult) -> RunState:
+        answered = [r for r in result.client_results if r.client_id is not None and r.status == "ok"]
+        ranks = sum(space.ranks[parse_architecture(r.architecture or "")[0]] for r in answered)
+        stack = ranks * sizes.per_rank if len(answered) >= config.train.min_contributors else 0
+        seen = {**state.data.get(SEEN, {}), **{str(r.client_id): state.round for r in answered}}
+        return state.with_data(STACKS, [*state.data.get(STACKS, []), stack]).with_data(SEEN, seen)
+
+    return tier_stages(
+        *(world, config.name, config.train, config.evaluation, network),
+        client=client,
+        after=after,
+        statistics_clients=config.statistics_clients,
+    )
+
+
+METHOD = Method(FLoRAConfig, stages, kind="tiers", lacks=("candidates",), needs=with_adapters)
