@@ -81,7 +81,7 @@ RUNS: dict[str, list[str]] = {
                "method.train.evaluate_every=2", "method.train.schedule=cosine"],
     "top_k": [*FEDAVG, "method.train.processors=[clip,top_k,uniform]", "method.train.options.bits=4"],
     "qsgd_down": [*FEDAVG, "method.train.processors=[qsgd]", "method.train.options.direction=both"],
-    "heterofl_top_k": ["experiment=heterofl_digits", *ROUNDS, "method.train.processors=[top_k]"],
+    "heterofl_top_k": ["experiment=heterofl_digits", *ROUNDS[1:], "method.train.processors=[top_k]"],
     "fedavg_cifar10": ["method=fedavg", *CIFAR, "space.name=resnet_elastic_small", "data.num_clients=4",
                        "tiers.count=1", "tiers.paths=100", "method.train.rounds=2",
                        "method.train.clients_per_round=2", "executor.chunk_size=3"],
