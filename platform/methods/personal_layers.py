@@ -15,6 +15,7 @@ in the end:     every client's network, the shared tensors with its own, is scor
     LG-FedAvg (Liang et al. 2020, Alg. 1)            ["*", "!classifier"]
 
 A client that has never taken part has the fresh personal tensors, which all clients draw alike and which never travel.
+FedRep's epochs freeze parameters; running statistics of batch norms, which no gradient moves, follow in both.
 """
 
 from collections.abc import Sequence
