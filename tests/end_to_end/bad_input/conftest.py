@@ -71,7 +71,7 @@ def the_line() -> Callable[[str], str]:
         lines = [line for line in error_output.splitlines() if line.strip()]
         assert len(lines) == 1, error_output
         assert lines[0].startswith("fedloom: ")
-        assert len(lines[0]) < 600
+        assert len(lines[0]) < 800
         return lines[0]
 
     return only_line

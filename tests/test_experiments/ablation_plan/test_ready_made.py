@@ -22,6 +22,7 @@ FITTING = {  # empty where the settings have experiments of their own
     "alpha": "fedoras_digits",
     "beta_schedule": "superfednas_digits",
     "comm_budget": "fedoras_digits",
+    "compression": "fedavg_digits",
     "distribution_averaging": "superfednas_digits",
     "fedoras_alpha": "fedoras_digits",
     "idle_momentum": "fedoras_digits",
@@ -33,8 +34,10 @@ FITTING = {  # empty where the settings have experiments of their own
     "optimisers": "fedavg_digits",
     "optimisers_tuning": "fedavg_digits",
     "participation": "fedoras_digits",
+    "robust": "fedavg_digits",
     "search": "fedoras_digits",
     "selection": "fedavg_digits",
+    "shrinking": "",
     "spider_lambda": "spider_digits",
     "spider_statistics": "spider_digits",
     "superfed_alpha": "superfednas_digits",
@@ -56,7 +59,7 @@ SEEDS = {
                 "supernet_optimisers",
                 "selection",
             ),
-            *("methods", "methods_cifar10"),
+            *("methods", "methods_cifar10", "shrinking", "robust", "compression"),
         ),
         (1, 2, 3),
     ),
@@ -67,6 +70,7 @@ METHODS = (
     *("FedAvg", "FedAvg, tier 4", "ZeroFL", "HeteroFL", "FjORD", "FedRolex", "DepthFL", "random NAS", "SuperFedNAS"),
     *("E-FedSup", "FedorAS"),
 )
+ON_DIGITS = (*METHODS[:7], "ScaleFL", *METHODS[7:])
 RATES = (0.03, 0.1, 0.3)
 
 AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
@@ -79,6 +83,15 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"budget": (1.0, 0.5, 0.25), "averaging": ("opa", "fedavg", "fedavg_whole", "plain")},
         {"budget": 0.5, "averaging": "opa"},
     ),
+    "compression": (
+        {
+            "compression": (
+                *("none", "top_k 10 %", "top_k 1 %", "1 % without memory", "QSGD 4 bits"),
+                *("8 bits both ways", "4 bits both ways"),
+            )
+        },
+        {"compression": "none"},
+    ),
     "distribution_averaging": (
         {"heuristic": ("overlap + R", "overlap + S", "overlap + TS", "MaxNet")},
         {"heuristic": "MaxNet"},
@@ -86,10 +99,10 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
     "fedoras_alpha": ({"alpha": (1000.0, 1.0, 0.1)}, {"alpha": 1.0}),
     "idle_momentum": ({"idle": ("rest", "move on")}, {"idle": "rest"}),
     "init": ({"rounds": ("5 rounds", "15 rounds", "30 rounds", "30 rounds each")}, {"rounds": "30 rounds"}),
-    "methods": ({"method": METHODS}, {}),
+    "methods": ({"method": ON_DIGITS}, {}),
     "methods_cifar10": ({"method": METHODS}, {}),
     "methods_cifar10_tuning": ({"method": METHODS, "lr": RATES}, {"lr": 0.1}),
-    "methods_tuning": ({"method": METHODS, "lr": RATES}, {"lr": 0.1}),
+    "methods_tuning": ({"method": ON_DIGITS, "lr": RATES}, {"lr": 0.1}),
     "optimisers": (
         {
             "optimiser": (
@@ -111,6 +124,14 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"optimiser": "FedAvg, momentum", "lr": 0.1},
     ),
     "participation": ({"clients_per_round": (4, 8, 16)}, {}),
+    "robust": (
+        {
+            "attackers": (0.0, 0.2, 0.4),
+            "rule": ("mean", "median", "trimmed mean", "Krum", "Multi-Krum", "Bulyan", "RFA", "norm bound"),
+            "attack": ("label flip", "sign flip", "Gaussian", "ALIE", "inner product"),
+        },
+        {"attackers": 0.0, "rule": "mean"},
+    ),
     "search": (
         {"searcher": ("nsga2", "random", "federated"), "validation_share": (1.0, 0.5, 0.2)},
         {"searcher": "nsga2", "validation_share": 1.0},
@@ -119,6 +140,7 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"selection": ("uniform", "round robin", "power of choice", "Oort", "PyramidFL")},
         {"selection": "uniform"},
     ),
+    "shrinking": ({"method": ("SuperFedNAS", "OFA", "CompOFA", "OFA, one client", "CompOFA, one client")}, {}),
     "spider_lambda": ({"lambda": (0.0, 0.01, 0.1, 1.0)}, {"lambda": 0.01}),
     "spider_statistics": ({"statistics": ("batch", "running")}, {"statistics": "batch"}),
     "superfed_alpha": ({"alpha": ("alpha 100", "alpha 1", "alpha .1")}, {}),
@@ -174,19 +196,22 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "alpha": 6,
         "beta_schedule": 24,
         "comm_budget": 24,
+        "compression": 21,
         "distribution_averaging": 8,
         "fedoras_alpha": 12,
         "idle_momentum": 6,
         "init": 8,
-        "methods": 33,
+        "methods": 36,
         "methods_cifar10": 33,
         "methods_cifar10_tuning": 33,
-        "methods_tuning": 33,
+        "methods_tuning": 36,
         "optimisers": 27,
         "optimisers_tuning": 54,
         "participation": 6,
+        "robust": 360,
         "search": 18,
         "selection": 15,
+        "shrinking": 15,
         "spider_lambda": 8,
         "spider_statistics": 4,
         "superfed_alpha": 9,
