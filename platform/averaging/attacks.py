@@ -36,7 +36,7 @@ from fedloom.platform.averaging.processors import Message, Processor, ServerCont
 from fedloom.platform.data.trees import single
 from fedloom.platform.plugins import PluginError, Registry, Shipped
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.settings import POSITIVE
+from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Region, inside, part_in, part_of, whole_region
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ class Gaussian(Attack):
 class Alie(Attack):
     """All send the colluders' mean, moved by as many deviations as still look honest."""
 
-    z: Annotated[float | None, "alie: deviations from the mean; null: the paper's, of clients and attackers"] = None
+    z: Annotated[
+        float | None, ZERO_OR_MORE, "alie: deviations from the mean; null: the paper's, of clients and attackers"
+    ] = None
 
     def colluding(self, about: Collusion) -> Tensor:
         z = largest_deviation(about.clients, about.attackers) if self.z is None else self.z
