@@ -31,7 +31,7 @@ from fedloom.experiments.analysis.ablation import (
     values_of,
 )
 from fedloom.experiments.analysis.outcomes import MODEL_KEY, final_model, outcomes
-from fedloom.experiments.analysis.rounds import convergence, simulated_hours, steps
+from fedloom.experiments.analysis.rounds import convergence, megabytes, simulated_hours, steps
 from fedloom.experiments.analysis.settings import FEWEST, SEEDS, Estimate, is_absent, spread
 from fedloom.experiments.analysis.subnets import labels_of
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, SEARCH, Tables, natural, real_rounds, shown_models
@@ -520,6 +520,15 @@ def time_figure(study: Study) -> Figure | None:
     return _by_stage(study, timed, "simulated_h", "simulated hours")
 
 
+def bytes_figure(study: Study) -> Figure | None:
+    """The same against the megabytes of all clients since the stage began, the mean over seeds at every round."""
+    sent = convergence(study.tables).merge(megabytes(study.tables), on=["run_id", "stage", "rounds_done"])
+    figure = _by_stage(study, sent, "megabytes", "megabytes received and sent")
+    for axes in figure.axes if figure is not None else ():
+        axes.set_xscale("log")  # compressed messages are a tenth of others
+    return figure
+
+
 def _by_stage(study: Study, known: pd.DataFrame, x: str, xlabel: str) -> Figure | None:
     first = study.axes[0]
     values = study.values(first)
@@ -588,6 +597,12 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
         "Accuracy on the server's validation data against the simulated time since the stage began, where a round "
         "takes as long as its slowest client; means over seeds, bands from the minimum to the maximum over seeds.",
         time_figure,
+    ),
+    "bytes_by_axis": (
+        "Accuracy per megabyte",
+        "Accuracy on the server's validation data against the megabytes that all clients together have received and "
+        "sent since the stage began; means over seeds, bands from the minimum to the maximum over seeds.",
+        bytes_figure,
     ),
     "fronts": (*FRONTS, lambda study: outcomes_figure(outcome_groups(study.ablation, study.tables))),
     "convergence": (

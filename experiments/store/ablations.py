@@ -34,6 +34,7 @@ FIGURES = (
     "metric_by_axis",
     "metric_by_axes",
     "time_by_axis",
+    "bytes_by_axis",
     "fronts",
 )
 """The allowed `figures` of an ablation, which the report draws."""

@@ -295,7 +295,7 @@ class TrainingStage:
             check_augmentation(self.augment, tried_samples(world.data.dataset)[0])
         self.population = world.everyone if self.eligible is None else self.eligible
         self.cohort_size = min(cohort_size(config, len(self.population)), len(self.population))
-        self.server_group = f"server-{self.group}"
+        self.server_group, self.sent_group = f"server-{self.group}", f"sent-{self.group}"
         self.server = Server(self.rules, world.space.parameter_names if self.parameters is None else self.parameters)
         self.warnings = TrainingWarnings(world, name)
         self.selection = Selection(
@@ -320,7 +320,8 @@ class TrainingStage:
             )
         shared = {name: torch.zeros_like(weights[source]) for name, source in self.server.shared(weights).items()}
         begun = state.with_group(self.group, {**weights, **shared})
-        return replace(begun, data={**state.data, **self.data, **self.selection.begun()})
+        begun = replace(begun, data={**state.data, **self.data, **self.selection.begun()})
+        return self.with_sent(begun, 0)
 
     def rounds_left(self, state: RunState) -> int:
         """The remaining rounds; 0 without weights or without an eligible client."""
@@ -353,7 +354,7 @@ class TrainingStage:
         of_server = [*self.beside(state), *(self.score(state) if due else ())]
         return Plan(
             [*assignments, *(for_server(self.name, index, task) for task in of_server)],
-            self.group,
+            self.sent_group if self.sent_group in state.groups else self.group,
             {"lr": local.lr, **given.schedules, **self.processing.schedules(context)},
             stack=stack,
             memory=cohort.memory or None,
@@ -377,7 +378,10 @@ class TrainingStage:
         old = state.weights(self.group)
         context = self.processing.context(state.round, old, state.data)
         simulated = partial(self._simulated_tasks, state)
-        averaged = self.processing.averaged(context, plan.processors, sums, results, self.server.shared(old), simulated)
+        averaged = self.processing.averaged(
+            *(context, plan.processors, sums, results, self.server.shared(old), simulated),
+            sent=state.weights(self.sent_group) if self.sent_group in state.groups else None,
+        )
         data = {
             **state.data,
             **self.processing.recorded(context),
@@ -390,7 +394,7 @@ class TrainingStage:
         after = replace(state.with_group(self.group, weights), data=data)
         if server_state:
             after = after.with_group(self.server_group, server_state)
-        after = self.after(after, plan, result)
+        after = self.with_sent(self.after(after, plan, result), state.round + 1)
         return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations_of(results, self.tier))
 
     def end(self, state: RunState) -> RoundUpdate:
@@ -404,12 +408,20 @@ class TrainingStage:
         self.warnings.check_trained(state.stage, state.round, state.data)
         weights = state.weights(self.group)
         # A local rule's client state belongs to these weights, and the next stage may train others.
-        ended = state.without_groups(self.server_group).without_client_tensors(STATE)
+        ended = state.without_groups(self.server_group, self.sent_group).without_client_tensors(STATE)
         ended = ended.without_data(HISTORY, MEMORY, UNANSWERED)
         shared = self.server.shared(weights)
         if shared:
             ended = ended.with_group(self.group, {name: t for name, t in weights.items() if name not in shared})
         return RoundUpdate(ended, models=self.keep(ended))
+
+    def with_sent(self, state: RunState, index: int) -> RunState:
+        """The state with what clients receive in a round, if that is not the weights themselves.
+
+        A stage that changes the weights after `merge` calls it again.
+        """
+        sent = self.processing.sent(self.processing.context(index, state.weights(self.group), state.data))
+        return state if sent is None else state.with_group(self.sent_group, sent)
 
     # -- parts of a round -------------------------------------------------------------------------------------------
 

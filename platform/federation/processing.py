@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.privacy import SPENT, DifferentialPrivacy, accounting, expected_weights
-from fedloom.platform.averaging.processors import Processors, ServerContext, processor
+from fedloom.platform.averaging.processors import Processors, ServerContext, check_order, processor
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.averaging.weighting import weighting_traits
 from fedloom.platform.clients.local_rules import local_rule, place_of, refuse_parts
@@ -19,6 +19,7 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import expected_size
 from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.slices import part_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,14 +56,21 @@ class Processing:
         self.world, self.config, self.stage, self.eligible = world, config, stage, eligible
         self.parameters = parameters
         self.processors: Processors = tuple(processor(choice) for choice in rules.processors)
-        for each in self.processors:
+        self.named = [(choice.name, each) for choice, each in zip(rules.processors, self.processors, strict=True)]
+        check_order(self.named, rules.key)
+        for name, each in self.named:
             if each.shortens_updates:
                 refuse_parts(rules.local, rules.key, type(each).__name__, "sgd or fedprox")
+                if selection_traits(rules.selection.name).shortens_updates:
+                    raise ValueError(
+                        f"{rules.key}.processors: {name} and {rules.key}.selection={rules.selection.name} both choose "
+                        "which changes are sent: leave one out"
+                    )
         privacy = config.privacy
         if self.processors and privacy.secure:
             raise ValueError(
-                f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point; use it without "
-                f"{rules.key}.processors"
+                f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point, as residues that no code "
+                f"makes smaller; use it without {rules.key}.processors"
             )
         if privacy.clip is not None or privacy.secure or privacy.noise:
             self.processors += privacy_processors(world, config, rules, stage, eligible)
@@ -98,6 +106,16 @@ class Processing:
             min_contributors=max(self.config.min_contributors, *(p.least_contributors for p in self.processors), 1),
         )
 
+    def sent(self, context: ServerContext) -> Weights | None:
+        """All shared tensors as clients receive them in the context's round; None: as they are."""
+        sent = {name: tensor for name, tensor in context.old.items() if name in self.parameters}
+        changed = False
+        for each in self.processors:
+            after = each.on_weights(sent, context)
+            if after is not None:
+                sent, changed = dict(after), True
+        return {**context.old, **sent} if changed else None
+
     def begun(
         self, context: ServerContext, tasks: Sequence[Task], client_ids: Sequence[int]
     ) -> tuple[Sequence[Task], Processors]:
@@ -119,6 +137,8 @@ class Processing:
                 f"attack, privacy and processors: the clients of {self.stage} send more than the change of one "
                 "network; leave them out"
             )
+        own = [(type(each).__name__.lower(), each) for each in task.processors]
+        check_order([*own, *self.named], f"method of {self.stage}")
         privacy = self.config.privacy
         if task.share > 1 and privacy.clip is not None:
             raise ValueError(
@@ -142,23 +162,28 @@ class Processing:
         results: Iterable[ClientResult],
         singly: Container[str],
         tasks_of: TasksOf,
+        sent: Weights | None = None,
     ) -> Averaged:
         """The mean of the round's updates, with its processors undone in reverse.
 
         `singly` names tensors of which one update is enough (`WeightedSums.finish`); `tasks_of` simulates cohorts.
+        `sent` is what clients have received instead of the context's weights, if their parameters differ.
         """
         answered = [r.client_id for r in results if r.client_id is not None and r.status == "ok"]
         expected_weights = partial(self._expected_weights, context.old, tasks_of)
         context = replace(context, answered=answered, expected_weights=expected_weights)
+        received = context.old if sent is None else sent
         if isinstance(sums, WeightedSums):
             for each in reversed(processors):
-                sums = each.on_sums(sums, context)
+                sums = each.on_sums(sums, replace(context, old=received))
         elif processors:
             updates: Mapping[int, Update] = dict(zip(answered, sums.kept, strict=True))
             for each in reversed(processors):
-                updates = each.on_updates(updates, context)
+                updates = each.on_updates(updates, replace(context, old=received))
             sums = replace(sums, kept=[*updates.values()])
-        averaged = sums.finish(context.old, context.min_contributors, singly)
+        averaged = sums.finish(received, context.min_contributors, singly)
+        if sent is not None:
+            averaged = from_exact(averaged, sent, context.old, self.parameters)
         for each in reversed(processors):
             averaged = each.on_mean(averaged, context)
         return averaged
@@ -195,6 +220,18 @@ def check_attack(attack: Attack, name: str, config: TrainingConfig, rules: Rules
             f"attack.name={name} needs every single update, and {rules.key}.weighting={rules.weighting.name} counts "
             "clients that do not hold a scalar: use another weighting"
         )
+
+
+def from_exact(averaged: Averaged, sent: Weights, exact: Weights, parameters: Container[str]) -> Averaged:
+    """The exact weights plus the mean change from the sent ones, where clients cover them."""
+    weights = dict(averaged.weights)
+    for name, before in exact.items():
+        if name in parameters:
+            weights[name] = before.clone()
+            for region in averaged.coverage.get(name, ()):
+                change = part_of(averaged.weights[name], region) - part_of(sent[name], region)
+                part_of(weights[name], region).add_(change)
+    return replace(averaged, weights=weights)
 
 
 class Server:

@@ -105,6 +105,14 @@ TINY_SILOS = [
     *(o for o in TINY_SPIDER if "experiment" not in o),
 ]
 
+TINY_PERSONAL = [
+    *(o for o in TINY_CNN if not o.startswith("tiers.count")),
+    "method.train.rounds=4",
+    "method.train.epochs=2",
+    "method.train.clients_per_round=6",
+    "method.train.evaluate_every=2",
+]
+
 TINY_SMALL_SILOS = [
     *(o for o in TINY_SPIDER if not o.startswith(("experiment", "space"))),
     "space.stage_widths=[4,8]",
@@ -172,6 +180,10 @@ COMPARED = {
     "hetlora": ["method=hetlora", *TINY_ADAPTERS, "method.penalty=2.0"],
     "flexlora": ["method=flexlora", *TINY_ADAPTERS],
     "flora": ["method=flora", *TINY_ADAPTERS],
+    "compressed": [
+        *("experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true", "method.train.processors=[top_k,qsgd]"),
+        *("method.train.options.share=0.2", "method.train.options.direction=both"),
+    ],
     "transformers": [
         "experiment=superfednas_vit_digits",
         *(o for o in TINY_CNN if not o.startswith("space")),
@@ -211,6 +223,9 @@ TINY_RUNS = {
     "milenas": [*TINY_SPIDER, "method.search.kind=milenas", "method.search.rounds=2"],
     "fedpnas": ["method=fedpnas", "space.name=darts_s2_small", *TINY_SILOS, *TINY_SEARCH],
     "fedmn": ["method=fedmn", "space.name=darts_s2_small", *TINY_SILOS, "method.train.pretraining_rounds=1"],
+    "personal_layers": ["experiment=fedrep_digits", *TINY_PERSONAL, "method.train.personal_epochs=1"],
+    "apfl": ["experiment=apfl_digits", *TINY_PERSONAL],
+    "fedproto": ["experiment=fedproto_digits", *TINY_PERSONAL],
     "fedoras": TINY,
     "superfednas": TINY_ELASTIC,
     "multi_stage": [

@@ -120,7 +120,7 @@ def test_a_stored_configuration_of_another_version_is_refused() -> None:
         config_from_dict(stored)
     stored = asdict(compose_config([]))
     stored["method"]["name"] = "fedprox"
-    with pytest.raises(ValueError, match=r"unknown method 'fedprox': known are depthfl, ditto, fedavg,"):
+    with pytest.raises(ValueError, match=r"unknown method 'fedprox': known are apfl, depthfl, ditto,"):
         config_from_dict(stored)
 
 
@@ -234,6 +234,7 @@ def test_every_key_says_what_it_is() -> None:
 
 
 PUBLIC = {
+    "APFLConfig": "name alpha adaptive",
     "AdaptationConfig": "epochs lr",
     "ArchitectureSearchConfig": "kind start every prune_edges statistics max_macs rounds lr validation_weight",
     "AttackConfig": "share name options",
@@ -266,6 +267,8 @@ PUBLIC = {
     "FedMnTrainingConfig": "pretraining_rounds router_lr temperature",
     "FedNasConfig": "name train search",
     "FedPnasConfig": "name base_cells train search",
+    "FedProtoConfig": "name train",
+    "FedProtoTrainingConfig": "pull",
     "FedRolexConfig": "name step train",
     "FedorASConfig": "name train search finetune rand_init evaluation",
     "FjordConfig": "name distillation temperature",
@@ -286,6 +289,8 @@ PUBLIC = {
     "PFedMeTrainingConfig": "pull inner_steps outer_lr beta momentum clip_norm schedule weighting",
     "PerFedAvgConfig": "name train adapt",
     "PerFedAvgTrainingConfig": "local_factor",
+    "PersonalConfig": "name personal train",
+    "PersonalTrainingConfig": "personal_epochs",
     "PrivacyConfig": "clip noise delta weight_cap least_coverage secure fraction_bits survivors accountant",
     "RandomNasConfig": "name models metric train evaluation",
     "RayConfig": "address num_cpus num_gpus object_store_memory_bytes dashboard wait_s detached",

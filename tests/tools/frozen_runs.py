@@ -64,6 +64,7 @@ ROUNDS = [
     "method.train.evaluate_every=2", "data.num_clients=12", "executor.chunk_size=2",
 ]  # fmt: skip
 FEDAVG = ["experiment=fedavg_digits", *ROUNDS, "space.stem_channels=8"]
+PERSONAL = [*(o for o in ROUNDS if "tiers" not in o), "space.stem_channels=8"]
 TRANSFER = [
     "experiment=fedoras_digits_from_scratch", *ROUNDS, "method.start_from=frozen", "results=OUT/fedoras/results",
     "method.model=tier2-fine_tuned", "space.stem_channels=8", "tiers.count=2",
@@ -78,6 +79,9 @@ ADAPTERS = [
 RUNS: dict[str, list[str]] = {
     "fedavg": ["method=fedavg", *DIGITS, "space.stem_channels=8", "method.train.rounds=3",
                "method.train.evaluate_every=2", "method.train.schedule=cosine"],
+    "top_k": [*FEDAVG, "method.train.processors=[clip,top_k,uniform]", "method.train.options.bits=4"],
+    "qsgd_down": [*FEDAVG, "method.train.processors=[qsgd]", "method.train.options.direction=both"],
+    "heterofl_top_k": ["experiment=heterofl_digits", *ROUNDS, "method.train.processors=[top_k]"],
     "fedavg_cifar10": ["method=fedavg", *CIFAR, "space.name=resnet_elastic_small", "data.num_clients=4",
                        "tiers.count=1", "tiers.paths=100", "method.train.rounds=2",
                        "method.train.clients_per_round=2", "executor.chunk_size=3"],
@@ -127,6 +131,8 @@ RUNS: dict[str, list[str]] = {
     "per_fedavg": ["method=per_fedavg", *SILOS, *RESNET, *VALIDATED],
     "pfedme": ["experiment=pfedme_digits", *SILOS, "space.stage_widths=[4,8]", *VALIDATED],
     "knn_per": ["method=knn_per", *SILOS, *RESNET],
+    **{name: [f"experiment={name}_digits", *PERSONAL] for name in ("fedper", "lg_fedavg", "fedbn", "apfl", "fedproto")},
+    "fedrep": ["experiment=fedrep_digits", *PERSONAL, "method.train.epochs=2", "method.train.personal_epochs=1"],
     "fedmn": ["method=fedmn", *SILOS, *CELLS, "method.train.pretraining_rounds=1", *VALIDATED],
     "global_nas": ["method=global_nas", *SILOS, *CELLS, *SEARCH],
     "fednas": ["method=fednas", *SILOS, *CELLS, "method.search.rounds=2"],

@@ -1,0 +1,186 @@
+"""APFL (Deng et al. 2020, Alg. 1): every client mixes a personal model with the shared one, and learns how much.
+
+w <- fresh; v_i <- w; alpha_i <- alpha
+in every round: a selected client takes the shared model w_i <- w, and in every step on a batch
+                    w_i     <- w_i - lr grad f(w_i)
+                    v_i     <- v_i - lr alpha_i grad f(m),  m = alpha_i v_i + (1 - alpha_i) w_i
+                    alpha_i <- alpha_i - lr <v_i - w_i, grad f(m)>, within [0, 1]           (Eq. 10; unless it is fixed)
+                all three from the values before the step; it keeps v_i and alpha_i, and sends w_i;
+                the server averages the w_i
+in the end:     every client's mixture with the last shared model is scored on its own test data
+
+The step of alpha is made in every step on a batch, as Eq. 10 is indexed; the authors' FedTorch makes it once per round
+and adds a decay of 0.02, which the paper does not have. A client that has never taken part has v_i = w: its mixture is
+the shared model whatever alpha is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, TaskError
+from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.objectives import Objective
+from fedloom.platform.clients.scoring import PERSONAL, validation_scores
+from fedloom.platform.clients.trainer import (
+    ValidationUse,
+    client_samples,
+    received,
+    train_network,
+    trained_outcome,
+    update_of,
+)
+from fedloom.platform.clients.training import LocalSGD, Optimizer, Outputs
+from fedloom.platform.clients.worker import Worker
+from fedloom.platform.data.on_device import moved
+from fedloom.platform.data.trees import Tree, rows_of
+from fedloom.platform.federation.algorithm import Round
+from fedloom.platform.federation.method import Method, Stage
+from fedloom.platform.federation.training_config import Rules
+from fedloom.platform.federation.world import World
+from fedloom.platform.methods.silos import (
+    WEIGHTS,
+    SubnetConfig,
+    subnet_stages,
+    tested_outcome,
+    under,
+)
+from fedloom.platform.settings import PART
+from fedloom.platform.spaces.slices import Weights, first_not_finite
+
+ALPHA = "alpha"
+"""The weight of a client's personal model, in its state and in the table of measurements."""
+
+
+@dataclass
+class APFLConfig(SubnetConfig):
+    """FedAvg, and a mixture with a personal model per client."""
+
+    name: str = "apfl"
+    alpha: Annotated[float, PART, "weight of the personal model in a client's mixture, at first"] = 0.5
+    adaptive: Annotated[bool, "whether every client learns its alpha (Eq. 10); false: it stays as it is"] = True
+
+
+# -- a client ---------------------------------------------------------------------------------------------------------
+
+
+def mixed(alpha: Tensor, own: Weights, shared: Weights) -> dict[str, Tensor]:
+    """alpha times the personal plus (1 - alpha) times the shared tensors; counters of batch norms are the shared ones.
+
+    It is exactly the shared model for an alpha of 0, and the personal one for 1.
+    """
+    return {n: torch.lerp(t, own[n], alpha) if t.is_floating_point() else t for n, t in shared.items() if n in own}
+
+
+@dataclass
+class Mixture:
+    """The forward passes of the shared model and of the mixture, whose outputs and running statistics are its own."""
+
+    module: nn.Module
+    shared: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+    alpha: Tensor
+    shared_outputs: Outputs = None
+
+    def __call__(self, x: Tree) -> Outputs:
+        """The mixture's outputs; its gradients reach the personal parameters and alpha, and not the shared ones."""
+        self.shared_outputs = self.module(x)
+        parameters = {n: t.detach() for n, t in self.shared.items() if t.requires_grad}
+        return functional_call(self.module, {**self.own, **mixed(self.alpha, self.own, parameters)}, (x,))
+
+    def loss(self, objective: Objective, outputs: Outputs, targets: Any) -> Tensor:
+        """The sum of both losses, which have no parameter in common."""
+        return objective.loss(self.shared_outputs, targets) + objective.loss(outputs, targets)
+
+
+@dataclass
+class MixtureSteps:
+    """Steps of the shared model, the personal one, and alpha where it has a gradient."""
+
+    sgd: Optimizer
+    own: Optimizer
+    alpha: Tensor
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """All three, with the gradients at the values before the step."""
+        if self.alpha.grad is not None:
+            self.alpha.sub_(self.alpha.grad, alpha=self.sgd.local.lr).clamp_(0, 1)
+            self.alpha.grad = None
+        self.sgd.step()
+        self.own.step()
+
+
+@dataclass(frozen=True)
+class TrainAPFL:
+    """One round of a client; `alpha` is its weight in the client's first round."""
+
+    subnet: Subnet
+    local: LocalSGD
+    alpha: float
+    adaptive: bool
+    rules: Rules
+    validation: ValidationUse = "trained"
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Trains both models; the update holds the shared one, the client's state the personal one and alpha."""
+        network = self.subnet.on(worker)
+        data = client_samples(worker, assignment, use_validation=self.validation == "trained")
+        samples, shared = rows_of(data[1]), worker.tensors_of(network.module)
+        start = received(worker, network, weights) if assignment.state is None else under(assignment.state, WEIGHTS)
+        own = {name: tensor.detach().clone() for name, tensor in moved(start, worker.device).items()}
+        parameters = {name: tensor.requires_grad_() for name, tensor in own.items() if shared[name].requires_grad}
+        alpha = moved(assignment.state or {ALPHA: torch.tensor(self.alpha)}, worker.device)[ALPHA]
+        alpha.requires_grad_(self.adaptive)
+        mixture = Mixture(network.module, {name: shared[name] for name in own}, own, alpha)
+        both = replace(network, forward=mixture, loss=mixture.loss, macs=2 * network.macs, compilable=False)
+
+        def steps(sgd: Optimizer) -> MixtureSteps:
+            return MixtureSteps(sgd, Optimizer(self.local.plain, parameters), alpha)
+
+        trained = train_network(worker, assignment, both, weights, data, self.local, steps).copied()
+        broken = first_not_finite(own)
+        if broken is not None:
+            raise TaskError(f"the personal model is not finite (first in {broken})")
+        outcome = trained_outcome(trained, samples, update_of(trained, samples, self.rules.weighting))
+        kept = {ALPHA: alpha.detach(), **{f"{WEIGHTS}{name}": tensor.detach() for name, tensor in own.items()}}
+        if self.validation == "scored":
+            worker.load(network.module, mixed(kept[ALPHA], under(kept, WEIGHTS), trained.tensors), network.slices)
+            outcome = replace(outcome, measurements=validation_scores(worker, assignment, network, PERSONAL))
+        return replace(outcome, state={**trained.state, **kept})
+
+
+@dataclass(frozen=True)
+class ScoreMixture:
+    """Scores a client's mixture with the shared model on its test data."""
+
+    subnet: Subnet
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        """Measures `personal`, and the client's alpha; the shared model for a client that has never taken part."""
+        network, state = self.subnet.on(worker), assignment.state
+        if state is None:
+            return tested_outcome(worker, assignment, PERSONAL, network, weights)
+        mixture = mixed(state[ALPHA], under(state, WEIGHTS), {n: t.cpu() for n, t in weights.items()})
+        outcome = tested_outcome(worker, assignment, PERSONAL, network, mixture)
+        alpha = Measurement(PERSONAL, network.name, None, ALPHA, state[ALPHA].item(), 0)
+        return replace(outcome, measurements=(*outcome.measurements, alpha))
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def stages(config: APFLConfig, world: World) -> list[Stage]:
+    """Training of both models, then the evaluation of the mixtures."""
+
+    def client(subnet: Subnet, round_: Round, validation: ValidationUse) -> TrainAPFL:
+        return TrainAPFL(subnet, round_.local, config.alpha, config.adaptive, round_.rules, validation)
+
+    return subnet_stages(world, config, ScoreMixture, client)
+
+
+METHOD = Method(APFLConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))
