@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fedloom.platform.averaging.attacks import Attackers
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.privacy import SPENT, DifferentialPrivacy, accounting, expected_weights
 from fedloom.platform.averaging.processors import Processors, ServerContext, check_order, processor
@@ -76,6 +75,8 @@ class Processing:
         if privacy.clip is not None or privacy.secure or privacy.noise:
             self.processors += privacy_processors(world, config, rules, stage, eligible)
         if world.attackers:
+            from fedloom.platform.averaging.attacks import Attackers  # what only attacked runs need
+
             check_attack(world.attack, world.config.attack.name, config, rules)
             attackers = Attackers(world.attack, world.attackers, needs_updates=world.attack.colludes)
             self.processors = (attackers, *self.processors)

@@ -41,6 +41,7 @@ LINES = {
     "fedper": 75,
     "hidden_parts": 40,
     "closest_half": 25,
+    "free_rider": 18,
 }
 
 Changes = Mapping[str, Any]
@@ -117,6 +118,8 @@ RUNS: Mapping[str, Changes] = {
         "tiers.count": 2,
         **ELASTIC,
         "method.train.aggregator": "closest_half:closest_half",
+        "attack.share": 0.2,
+        "attack.name": "free_rider:FreeRider",
     },
 }
 """Runs that use each of the plug-ins, together where that saves time."""
@@ -127,7 +130,7 @@ USED = {
     "module": {"hidden_parts"},
     "scaffold": {"mixers", "scaffold", "lion", "median"},
     "fedoras": {"scaffold", "mixers"},
-    "superfednas": {"scaffold", "closest_half"},
+    "superfednas": {"scaffold", "closest_half", "free_rider"},
 }
 EMPTY = {"fedoras": (), "superfednas": ("candidates",)}
 """Tables that a run writes nothing to; the others' are `candidates`, too."""
