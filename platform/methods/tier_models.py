@@ -120,6 +120,11 @@ def refuse_what_stays(train: TrainingConfig, who: str, why: str) -> None:
     """Raises ValueError for rules that keep tensors, or clients that keep an optimiser's state, between rounds."""
     if train.optimizer_state == "kept":
         raise ValueError(f"method.train.optimizer_state=kept: {who} {why}, and what clients keep would stay: use fresh")
+    if "top_k" in train.processors:
+        raise ValueError(
+            f"method.train.processors: {who} {why}, and what top_k has not sent would stay: use sparsify, which keeps "
+            "nothing"
+        )
     if train.server != "replace" or train.local_rule not in ("sgd", "fedprox"):
         raise ValueError(
             f"method.train.local_rule={train.local_rule} and method.train.server={train.server}: {who} {why}, and what "
