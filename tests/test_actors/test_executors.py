@@ -237,6 +237,7 @@ class DiesTwice:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         if len(os.listdir(self.folder)) < 2:
             Path(self.folder, str(os.getpid())).touch()
+            time.sleep(0.5)  # until the result of the chunk before it has left the process
             os.kill(os.getpid(), signal.SIGKILL)
         return ClientResult(samples=1)
 
