@@ -243,12 +243,13 @@ class DistilledTraining(TrainingStage):
 
     def plan(self, state: RunState) -> Plan:
         """The training stage's; the server needs every single network."""
-        return replace(super().plan(state), keeps_updates=self.distillation.steps > 0)
+        planned = super().plan(state)
+        return replace(planned, keeps_updates=planned.keeps_updates or self.distillation.steps > 0)
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """The training stage's, with the server's work, after which the last scores are due."""
         merged = super().merge(state, plan, result)
-        if not (isinstance(result.sums, KeptUpdates) and result.sums.kept):
+        if not (self.distillation.steps and isinstance(result.sums, KeptUpdates) and result.sums.kept):
             return merged
         answered = {r.client_id for r in result.client_results if r.status == "ok"}
         tasks = [cast(Train, a.task) for a in plan.assignments if a.client_id is not None and a.client_id in answered]
@@ -312,6 +313,11 @@ def stages(config: FedDFConfig, world: World) -> list[Stage]:
         parameters=frozenset(f"{prefix_of(k)}{name}" for k, m in modules.items() for name, _ in m.named_parameters()),
     )
     training.kinds, training.distillation = kinds, config.distillation
+    if training.processing.needs_updates and config.distillation.steps:
+        raise ValueError(
+            f"attack.name={world.config.attack.name}: colluders change their updates before the mean, and the networks "
+            "that the server distils would stay honest; use an attack whose clients work alone"
+        )
 
     def of_tiers(state: RunState) -> RunState:
         for tier, architecture in zip(world.tiers, chosen, strict=True):
