@@ -84,13 +84,13 @@ def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
     """The space of a stored configuration; None if it has none or one that this version cannot build."""
     # Imported here, because torch takes seconds to load and other reports do not need it.
     from fedloom.platform.spaces.registry import build_space
-    from fedloom.platform.spaces.space_config import SpaceConfig
+    from fedloom.platform.spaces.space_config import SpaceConfig, stored_space
 
     stored = config.get("space")
     if stored is None or not set(stored) <= {f.name for f in fields(SpaceConfig)}:
         return None
     try:
-        return build_space(SpaceConfig(**stored))
+        return build_space(stored_space(stored))
     except ValueError:
         return None
 

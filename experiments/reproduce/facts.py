@@ -47,7 +47,7 @@ from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import ElasticStage
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.platform.spaces.space_config import stored_space
 from fedloom.tiers.costs import CostTable, size_of
 from fedloom.tiers.devices import TRAINING_FACTOR
 
@@ -303,7 +303,7 @@ def fedoras_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
 @lru_cache(maxsize=2)
 def _space(config: str) -> SearchSpace:
     """The space of a configuration in JSON: its cost tables, which take a second, serve all settings with it."""
-    return build_space(SpaceConfig(**json.loads(config)))
+    return build_space(stored_space(json.loads(config)))
 
 
 def _bytes(stage: TrainingConfig, parameters: float, num_clients: int) -> float:

@@ -109,6 +109,11 @@ class SpaceConfig:
     options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
 
 
+def stored_space(values: Mapping[str, Any]) -> SpaceConfig:
+    """The configuration of plain values, as a run stores them; those from before adapters have none."""
+    return SpaceConfig(**{**values, "lora": LoraConfig(**values.get("lora", {}))})
+
+
 SpaceBuilder = Callable[..., SearchSpace]
 """Builds a space from a configuration (and options by keyword)."""
 

@@ -65,7 +65,7 @@ def test_test_data_is_read_in_the_final_evaluation_alone(
     config = federated(tiny_config)
     config.data.test_share = test_share
     build_world(config)  # the partition's test shares are drawn in preparation, once
-    watch(Dataset, "_array")
+    watch(Dataset, "_tree")
     watch(Partition, "_array")
     lengths = Dataset.num_samples
     monkeypatch.setattr(Dataset, "num_samples", lambda self, part: (lengths(self, part), reads.pop())[0])

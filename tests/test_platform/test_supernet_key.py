@@ -59,6 +59,7 @@ OTHERS: dict[str, Any] = {
     "true or false": True,
     "dict[text, float]": {"another": 2.0},
     "dict[text, any]": {"another": 2.0},
+    "dict[text, text]": {"another": "other"},
     "list[int]": [5],
     "list[float]": [1.5],
     "list[text]": ["smallest", "largest", "d=1,1 e=1.0"],
