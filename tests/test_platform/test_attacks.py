@@ -24,7 +24,7 @@ from fedloom.platform.averaging.attacks import (
     largest_deviation,
 )
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.averaging.processors import Message, ServerContext, Traffic
+from fedloom.platform.averaging.processors import Message, Payload, ServerContext, Traffic
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import drawn_attackers
 from fedloom.platform.runs.run import make_serial, start_run
@@ -35,6 +35,8 @@ TINY = (
     *("method.train.clients_per_round=6", "method.train.epochs=1", "method.train.evaluate_every=1"),
     *("space.stem_channels=4", "executor.kind=serial", "data.train_samples=300", "executor.chunk_size=2"),
 )
+
+PAYLOAD = Payload(12, 2, 1)
 
 
 def test_attackers_are_a_share_of_the_clients_whatever_the_attack() -> None:
@@ -57,7 +59,7 @@ def sent(attack: Attack, client_id: int = 3) -> tuple[Tensor, Tensor]:
     tensors = {"w": torch.tensor([1.5, 0.0]), "mean": torch.tensor([5.0])}
     update = Update(tensors, {name: Slice(name) for name in tensors}, dict.fromkeys(tensors, 1.0))
     received = {"w": torch.tensor([1.0, 1.0]), "mean": torch.tensor([4.0])}
-    message = Message(client_id, update, received, ("w",), Traffic(12, 12, 2))
+    message = Message(client_id, update, received, ("w",), Traffic(PAYLOAD, PAYLOAD))
     after = Attackers(attack, frozenset({3}), seed=7, places=("train", 1)).on_client(message).update
     return after.tensors["w"], after.tensors["mean"]
 
