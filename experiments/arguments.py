@@ -159,7 +159,7 @@ An ablation of your own is a YAML file:
     lr: {key: method.train.lr, values: [0.1, 0.03]}
     averaging: {settings: {OPA: {method.train.weighting: opa}, FedAvg: {method.train.weighting: fedavg}}}
   seeds: [1, 2, 3]
-  figures: [metric_by_axis]        # also macs_by_axis, stages_by_axis, tiers_by_axis, time_by_axis, fronts
+  figures: [metric_by_axis]        # also metric_by_axes; macs_, stages_, tiers_, time_, bytes_by_axis; fronts
 
 ablation.search.kind=random ablation.search.samples=20 draws points (an axis may be uniform, log_uniform or integers:
 [least, greatest]); ablation.scheduler.kind=asha stops trials that fall behind; ablation.attempts and .concurrent limit

@@ -15,6 +15,7 @@ from fedloom.experiments.runs.overrides import meant
 from fedloom.experiments.runs.presets import DEFAULT_METHOD, PRESET
 from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.averaging.aggregators import AGGREGATORS
+from fedloom.platform.averaging.attacks import ATTACKS
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
@@ -50,6 +51,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     SERVER_RULES,
     AGGREGATORS,
     PROCESSORS,
+    ATTACKS,
     HEURISTICS,
     SHARES_RULES,
     SEARCHERS,

@@ -1,6 +1,6 @@
 """Frames of rounds: what each stage sent and computed, its loss and accuracy, and validation accuracy over steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pandas as pd
 
@@ -77,12 +77,26 @@ def simulated_hours(tables: Tables) -> pd.DataFrame:
 
     Columns: run_id, stage, rounds_done, simulated_h. Raises ValueError without the table `rounds`.
     """
+    return _since_the_beginning(tables, "simulated_h", lambda rounds: rounds["simulated_s"] / 3600)
+
+
+def megabytes(tables: Tables) -> pd.DataFrame:
+    """The megabytes that all clients have received and sent from a stage's beginning to the end of each of its rounds.
+
+    Columns: run_id, stage, rounds_done, megabytes. Raises ValueError without the table `rounds`.
+    """
+    return _since_the_beginning(tables, "megabytes", lambda rounds: (rounds["bytes_down"] + rounds["bytes_up"]) / 1e6)
+
+
+def _since_the_beginning(
+    tables: Tables, name: str, of_rounds: Callable[[pd.DataFrame], "pd.Series[float]"]
+) -> pd.DataFrame:
     requires(tables, "rounds")
     rounds = real_rounds(tables.rounds).sort_values(["run_id", "stage", "round"])
-    hours = rounds.groupby(["run_id", "stage"])["simulated_s"].cumsum() / 3600
-    done = rounds.assign(rounds_done=(rounds["round"] + 1).astype("int64"), simulated_h=hours)
-    begin = done.drop_duplicates(["run_id", "stage"]).assign(rounds_done=0, simulated_h=0.0)
-    columns = ["run_id", "stage", "rounds_done", "simulated_h"]
+    sums = of_rounds(rounds).groupby([rounds["run_id"], rounds["stage"]]).cumsum()
+    done = rounds.assign(rounds_done=(rounds["round"] + 1).astype("int64"), **{name: sums})
+    begin = done.drop_duplicates(["run_id", "stage"]).assign(rounds_done=0, **{name: 0.0})
+    columns = ["run_id", "stage", "rounds_done", name]
     return pd.concat([begin[columns], done[columns]], ignore_index=True)
 
 

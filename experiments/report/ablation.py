@@ -31,7 +31,7 @@ from fedloom.experiments.analysis.ablation import (
     values_of,
 )
 from fedloom.experiments.analysis.outcomes import MODEL_KEY, final_model, outcomes
-from fedloom.experiments.analysis.rounds import convergence, simulated_hours, steps
+from fedloom.experiments.analysis.rounds import convergence, megabytes, simulated_hours, steps
 from fedloom.experiments.analysis.settings import FEWEST, SEEDS, Estimate, is_absent, spread
 from fedloom.experiments.analysis.subnets import labels_of
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, SEARCH, Tables, natural, real_rounds, shown_models
@@ -358,6 +358,33 @@ def metric_figure(study: Study) -> Figure | None:
     return figure
 
 
+def crossed_figure(study: Study) -> Figure | None:
+    """Mean test accuracy against the first axis: a line per value of the second, a panel per value of the third.
+
+    Further axes are at their references. None if no final model was evaluated.
+    """
+    known, (first, second, *others) = study.evaluated(), [*study.axes, study.axes[0]][: max(2, len(study.axes))]
+    third = others[0] if others else None
+    axis_names = list(dict.fromkeys([first, second, *([third] if third else [])]))
+    known = holding(known[known["model"] == final_model(known)], held(study.ablation, *axis_names))
+    rows = over_seeds(known, METRIC, axis_names)
+    if rows.empty:
+        return None
+    panel_values = study.values(third) if third else [None]
+    figure, panels = _grid(len(panel_values), 4.2)
+    for i, (axes, panel) in enumerate(zip(panels, panel_values, strict=True)):
+        positions = _scale(axes, study.values(first))
+        shown = rows if third is None else rows[rows[third] == panel]
+        for value, (colour, marker) in looks(study.values(second)).items():
+            line = shown[shown[second] == value]
+            _points(axes, pd.Series([positions[v] for v in line[first]]), line, colour, marker)
+        title = study.title(*axis_names) if third is None else f"{third}: {short(panel)}"
+        quiet(axes, title=title, xlabel=first, ylabel="" if i % _MOST_COLUMNS else "mean test accuracy (%)")
+    _limit(panels, [rows])
+    legend_below(figure, _line_handles(study.values(second)), 6, second)
+    return figure
+
+
 def _scale(axes: Axes, values: Sequence[Any]) -> dict[Any, float]:
     """Positions of the values: numbers to scale, logarithmic if they span a decade; names at equal distances."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
@@ -493,6 +520,15 @@ def time_figure(study: Study) -> Figure | None:
     return _by_stage(study, timed, "simulated_h", "simulated hours")
 
 
+def bytes_figure(study: Study) -> Figure | None:
+    """The same against the megabytes of all clients since the stage began, the mean over seeds at every round."""
+    sent = convergence(study.tables).merge(megabytes(study.tables), on=["run_id", "stage", "rounds_done"])
+    figure = _by_stage(study, sent, "megabytes", "megabytes received and sent")
+    for axes in figure.axes if figure is not None else ():
+        axes.set_xscale("log")  # compressed messages are a tenth of others
+    return figure
+
+
 def _by_stage(study: Study, known: pd.DataFrame, x: str, xlabel: str) -> Figure | None:
     first = study.axes[0]
     values = study.values(first)
@@ -551,11 +587,22 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
         f"Means over tiers and subnets. The dotted line is the reference. {_BARS}",
         metric_figure,
     ),
+    "metric_by_axes": (
+        "Test accuracy along the first axis",
+        "A line per value of the second axis, a panel per value of the third, means over tiers and subnets. " + _BARS,
+        crossed_figure,
+    ),
     "time_by_axis": (
         "Accuracy per simulated hour",
         "Accuracy on the server's validation data against the simulated time since the stage began, where a round "
         "takes as long as its slowest client; means over seeds, bands from the minimum to the maximum over seeds.",
         time_figure,
+    ),
+    "bytes_by_axis": (
+        "Accuracy per megabyte",
+        "Accuracy on the server's validation data against the megabytes that all clients together have received and "
+        "sent since the stage began; means over seeds, bands from the minimum to the maximum over seeds.",
+        bytes_figure,
     ),
     "fronts": (*FRONTS, lambda study: outcomes_figure(outcome_groups(study.ablation, study.tables))),
     "convergence": (

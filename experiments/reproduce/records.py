@@ -210,12 +210,16 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 
 
 def _without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that there are; privacy and adapters that are off are none, nor is a newer switch at its default."""
+    """The values that there are.
+
+    Privacy and adapters that are off are none, nor are nobody's attacks, nor is a newer switch at its default.
+    """
     return {
         name: _without_defaults(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
         if value is not None
         and not (name == "privacy" and value["clip"] is None and not value["secure"])
+        and not (name == "attack" and not value["share"])
         and not (name == "lora" and value["ranks"] is None)
         and not (name in LATER and not value)
         and (name, value) not in LATER_WORDS

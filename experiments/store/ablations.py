@@ -27,7 +27,16 @@ Those of version 1 hold every trial's whole configuration instead of its differe
 """
 FIRST_HASHED = 3
 
-FIGURES = ("macs_by_axis", "stages_by_axis", "tiers_by_axis", "metric_by_axis", "time_by_axis", "fronts")
+FIGURES = (
+    "macs_by_axis",
+    "stages_by_axis",
+    "tiers_by_axis",
+    "metric_by_axis",
+    "metric_by_axes",
+    "time_by_axis",
+    "bytes_by_axis",
+    "fronts",
+)
 """The allowed `figures` of an ablation, which the report draws."""
 
 

@@ -2,17 +2,19 @@
 
 Of the weighted mean, the default, workers return partial sums (`WeightedSums`). Any other aggregator compares clients,
 so that every single update comes to the server (`KeptUpdates`). On slices each scalar is judged among the clients that
-hold it.
+hold it; where a rule compares whole updates, these are compared over what both hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Averaged, Coverage, Update, WeightedSums, check_weights
@@ -35,6 +37,7 @@ class Cell:
         old: the values before the round, of the region's shape.
         places: of every client, the place of its update among `updates`.
         updates: all updates of the round, for rules that compare whole clients.
+        comparison: the updates' distances and norms, which are found when a rule asks for them.
     """
 
     name: str
@@ -43,10 +46,39 @@ class Cell:
     old: Tensor
     places: tuple[int, ...]
     updates: Sequence[Update]
+    comparison: Comparison
+
+    @property
+    def distances_nn(self) -> Tensor:
+        """Squared distances between the cell's clients, (N, N) of float64.
+
+        Over all scalars of the model that both hold, divided by their number.
+        """
+        places = torch.tensor(self.places)
+        squares_nn, sizes_nn = (
+            self.comparison.squares_nn[places][:, places],
+            self.comparison.sizes_nn[places][:, places],
+        )
+        return squares_nn / sizes_nn
+
+    @property
+    def norms_n(self) -> Tensor:
+        """The norms of the clients' changes, of all that they hold of the model, (N,) of float64."""
+        return self.comparison.norms_n[torch.tensor(self.places)]
 
 
-Aggregator = Callable[[Cell], Tensor]
-"""The new values of a cell, of the region's shape."""
+Aggregator = Callable[[Cell], Tensor | None]
+"""The new values of a cell, of the region's shape; None if too few clients hold it, so that the old values stay."""
+
+
+ByzantineShare = Annotated[
+    float, Interval(ge=0, lt=0.5), "trimmed_mean, krum, ...: the largest share of attackers that is reckoned with"
+]
+
+
+def attackers_among(clients: int, byzantine_share: float) -> int:
+    """The largest number of attackers among so many clients, if their share is at most this one."""
+    return int(byzantine_share * clients + 1e-9)  # 0.29 * 100 is 28.999999999999996
 
 
 def mean(cell: Cell) -> Tensor:
@@ -55,7 +87,23 @@ def mean(cell: Cell) -> Tensor:
     return torch.einsum("n,n...->...", shares_n, cell.values_n)
 
 
-AGGREGATORS: Registry[Aggregator] = Registry("aggregator", Shipped({MEAN: f"{__name__}:mean"}), ("cell",))
+_AVERAGING = "fedloom.platform.averaging"
+AGGREGATORS: Registry[Aggregator] = Registry(
+    "aggregator",
+    Shipped(
+        {
+            MEAN: f"{__name__}:mean",
+            "median": f"{_AVERAGING}.median:median",
+            "trimmed_mean": f"{_AVERAGING}.median:trimmed_mean",
+            "krum": f"{_AVERAGING}.krum:krum",
+            "multi_krum": f"{_AVERAGING}.krum:multi_krum",
+            "bulyan": f"{_AVERAGING}.krum:bulyan",
+            "rfa": f"{_AVERAGING}.geometric_median:rfa",
+            "norm_bound": f"{_AVERAGING}.norm_bound:norm_bound",
+        }
+    ),
+    ("cell",),
+)
 
 
 @dataclass
@@ -102,9 +150,12 @@ class KeptUpdates:
         """
         combine = AGGREGATORS.make(self.rule or ComponentSpec(MEAN))
         weights, coverage = dict(old), dict[str, dict[Region, Coverage]]()
-        for name, pieces in self._pieces().items():
+        pieces_by_name = self._pieces()
+        model = {name: pieces for name, pieces in pieces_by_name.items() if name not in singly}
+        comparison = Comparison(model, old, len(self.kept))
+        for name, pieces in pieces_by_name.items():
             new, covered = old[name].clone(), dict[Region, Coverage]()
-            for region in _cells([piece.region for piece in pieces]):
+            for region in cells([piece.region for piece in pieces]):
                 held = [piece for piece in pieces if inside(region, piece.region)]
                 if len(held) < (1 if name in singly else max(1, min_contributors)):
                     continue
@@ -113,8 +164,11 @@ class KeptUpdates:
                 if new.is_floating_point():
                     weights_n = torch.tensor([piece.weight for piece in held])
                     places = tuple(piece.update_index for piece in held)
-                    cell = Cell(name, values_n, weights_n, target.clone(), places, self.kept)
-                    target.copy_(mean(cell) if name in singly else self._checked(cell, combine(cell)))
+                    cell = Cell(name, values_n, weights_n, target.clone(), places, self.kept, comparison)
+                    combined = mean(cell) if name in singly else combine(cell)
+                    if combined is None:
+                        continue
+                    target.copy_(self._checked(cell, combined))
                 else:
                     target.copy_(values_n.amax(dim=0))  # a counter
                 covered[region] = Coverage(
@@ -155,11 +209,73 @@ class _Piece(NamedTuple):
     factor: float
 
 
+COLUMNS = 2**13
+"""Scalars of every update that are compared at once: 100 updates of these take 7 MB, which caches hold."""
+
+
+class Comparison:
+    """The distances between a round's updates, and the norms of their changes.
+
+    Of all floating-point tensors of the model, batch norm's statistics among them, because clients can lie in any.
+    """
+
+    def __init__(self, pieces_by_name: Mapping[str, Sequence[_Piece]], old: Weights, num_updates: int) -> None:
+        self._pieces_by_name, self._old, self._num_updates = pieces_by_name, old, num_updates
+
+    @cached_property
+    def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared distances over what two updates share, the sizes of that, and squared norms, by places (float64)."""
+        squares_nn = torch.zeros(self._num_updates, self._num_updates, dtype=torch.float64)
+        sizes_nn, norms_n = torch.zeros_like(squares_nn), torch.zeros(self._num_updates, dtype=torch.float64)
+        for name, pieces in self._pieces_by_name.items():
+            old = self._old[name]
+            for region in cells([piece.region for piece in pieces]) if old.is_floating_point() else ():
+                held = [piece for piece in pieces if inside(region, piece.region)]
+                if held:
+                    places = torch.tensor([piece.update_index for piece in held])
+                    gram_nn = _gram([part_in(p.values, p.region, region) for p in held], part_of(old, region))
+                    own_n = gram_nn.diagonal()
+                    norms_n[places] += own_n
+                    pairs = (places[:, None], places)
+                    squares_nn[pairs] += (own_n[:, None] + own_n - 2 * gram_nn).clamp(min=0).fill_diagonal_(0)
+                    sizes_nn[pairs] += part_of(old, region).numel()
+        return squares_nn, sizes_nn, norms_n
+
+    @property
+    def squares_nn(self) -> Tensor:
+        """Squared distances over the scalars that two updates share."""
+        return self._sums[0]
+
+    @property
+    def sizes_nn(self) -> Tensor:
+        """The numbers of scalars that two updates share."""
+        return self._sums[1]
+
+    @property
+    def norms_n(self) -> Tensor:
+        """The norms of the updates' changes."""
+        return self._sums[2].sqrt()
+
+
+def _gram(values: Sequence[Tensor], old: Tensor) -> Tensor:
+    """The products of all pairs of changes, (N, N) of float64.
+
+    Of changes, and in float64: a distance is a small difference of large products.
+    """
+    flat, before = [v.reshape(-1) for v in values], old.reshape(-1)
+    gram_nn = torch.zeros(len(values), len(values), dtype=torch.float64)
+    for start in range(0, len(before), COLUMNS):
+        columns = slice(start, start + COLUMNS)
+        changes_nc = torch.stack([v[columns] for v in flat]).double() - before[columns].double()
+        gram_nn.addmm_(changes_nc, changes_nc.T)
+    return gram_nn
+
+
 Sums = WeightedSums | KeptUpdates
 """What the server keeps of a round's updates."""
 
 
-def _cells(regions: Sequence[Region]) -> Iterator[Region]:
+def cells(regions: Sequence[Region]) -> Iterator[Region]:
     """Cuts the regions' bounding box so that every region holds a cell as a whole or not at all."""
     edges = [sorted({e for region in regions for e in region[d]}) for d in range(len(regions[0]))]
     yield from product(*(list(pairwise(dimension)) for dimension in edges))

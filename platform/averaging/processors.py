@@ -3,9 +3,12 @@
 A processor has a client side, which changes what is sent and counts its bytes, and a server side, which completes or
 undoes that. A client applies its processors in order, the server in reverse, as in pfl-research's postprocessors:
 
-    server   begun        before a round, on what its clients train
-    client   on_client    on the message, after local training
+    server   on_weights   before a round, on the shared weights: what clients receive their slices of
+             begun        before a round, on what its clients train
+    client   on_labels    on the labels of its samples, before local training
+             on_client    on the message, after local training
     server   on_sums      on the sums of the updates that have arrived
+             on_updates   on the updates themselves, where the server gets every single one
              on_mean      on the mean, before the server rule
              recorded     on the run's JSON state, which later stages see
 """
@@ -13,31 +16,48 @@ undoes that. A client applies its processors in order, the server in reverse, as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedloom.platform.plugins import PluginError, Registry, Shipped
+from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import SHARE
 from fedloom.platform.spaces.slices import FLOAT_BYTES
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fedloom.platform.averaging.average import Averaged, Update, WeightedSums
+    from fedloom.platform.data.trees import Tree
     from fedloom.platform.plugins import ComponentSpec
     from fedloom.platform.spaces.slices import SliceMap, Weights
 
 
-class Traffic(NamedTuple):
-    """The bytes that a client receives and sends in a round, and how many scalars' changes are among what it sends."""
+class Payload(NamedTuple):
+    """What travels in one direction: its bytes, and how many trained scalars, of how many tensors, are among it."""
 
-    down_bytes: int
-    up_bytes: int
-    changes: int
+    size_bytes: int
+    scalars: int
+    tensors: int
+
+    def recoded(self, size_bytes: int) -> Payload:
+        """The payload with its scalars in so many bytes, instead of 4 bytes each."""
+        return self._replace(size_bytes=self.size_bytes - FLOAT_BYTES * self.scalars + size_bytes)
+
+
+class Traffic(NamedTuple):
+    """What a client receives and sends in a round; of parameters it sends the changes."""
+
+    down: Payload
+    up: Payload
+
+
+def no_memory(slot: str, name: str) -> Tensor:
+    """What a message without a client's state says of it."""
+    raise PluginError(f"there is no state {slot} of {name}: give the Message a memory")
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,9 @@ class Message:
         received: the values that the client has received, by the network's names; read-only.
         parameters: the names of the tensors that were trained, in the network's order.
         traffic: what the client receives and sends, so far.
+        seed, stage, round: with the client they derive random streams (`generator`).
+        memory: the parameter's slice of the client's state in a slot, of (slot, name): initially zero, and changed in
+            place. It stays with the client until its next round, and costs memory for every client that took part.
     """
 
     client_id: int
@@ -57,6 +80,25 @@ class Message:
     received: Weights
     parameters: tuple[str, ...]
     traffic: Traffic
+    seed: int = 0
+    stage: str = ""
+    round: int = 0
+    memory: Callable[[str, str], Tensor] = no_memory
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """The client's random numbers for a purpose in this round."""
+        return torch_stream(self.seed, purpose, self.stage, self.round, self.client_id)
+
+    @torch.no_grad()
+    def changes(self) -> dict[str, Tensor]:
+        """The change of every parameter."""
+        return {name: self.update.tensors[name] - self.received[name] for name in self.parameters}
+
+    @torch.no_grad()
+    def send(self, changes: Mapping[str, Tensor]) -> None:
+        """Replaces the changes of these parameters, in place."""
+        for name, change in changes.items():
+            self.update.tensors[name].copy_(self.received[name] + change)
 
 
 @dataclass(frozen=True)
@@ -68,6 +110,8 @@ class ServerContext:
         old: the shared weights before the round.
         data: the run's JSON state before the round.
         min_contributors: the fewest clients that change a scalar.
+        cohort: the round's clients, in plan order.
+        parameters: the names of the shared tensors that are trained.
         held: the slices that every client of the cohort trains, by client id.
         answered: the clients whose updates have arrived, once they have.
         expected_weights: finds the expected sum of the clients' weights of every scalar, from tiers and sampling alone.
@@ -79,6 +123,8 @@ class ServerContext:
     old: Weights
     data: Mapping[str, Any]
     min_contributors: int
+    cohort: Sequence[int] = ()
+    parameters: Container[str] = ()
     held: Callable[[], Mapping[int, SliceMap]] = dict
     expected_weights: Callable[[], Mapping[str, Tensor]] = dict
     answered: Sequence[int] = ()
@@ -89,15 +135,30 @@ class Processor:
 
     Processors are frozen dataclasses, as they are sent to the clients. Keyword parameters of the constructor are
     options (`method.train.options.NAME`). `shortens_updates` says that a part of the client's change is left out,
-    which rules that need whole changes refuse. `least_contributors` is the fewest clients that may change a scalar.
+    which rules that need whole changes refuse. `least_contributors` is the fewest clients that may change a scalar;
+    `needs_updates` asks for every single update, for `on_updates`. `kind` says what it does, for the order of a chain
+    (`check_order`).
     """
 
     shortens_updates: bool = False
     least_contributors: int = 1
+    needs_updates: bool = False
+    kind: Kind = "other"
+
+    def on_weights(self, parameters: Weights, context: ServerContext) -> Weights | None:  # noqa: ARG002
+        """The shared parameters as clients receive them, in `context.round`; None: as they are.
+
+        The server keeps its own, and adds the mean change of what clients have received to them.
+        """
+        return None
 
     def begun(self, context: ServerContext) -> Processor:  # noqa: ARG002
         """The processor of one round, such as one that knows what the cohort's clients hold."""
         return self
+
+    def on_labels(self, client_id: int, labels: Tree, num_classes: int) -> Tree:  # noqa: ARG002
+        """The labels of a client's training samples."""
+        return labels
 
     def on_client(self, message: Message) -> Message:
         """The message as it is sent."""
@@ -110,6 +171,10 @@ class Processor:
     def on_sums(self, sums: WeightedSums, context: ServerContext) -> WeightedSums:  # noqa: ARG002
         """The sums of the updates, given those that have arrived."""
         return sums
+
+    def on_updates(self, updates: Mapping[int, Update], context: ServerContext) -> Mapping[int, Update]:  # noqa: ARG002
+        """The updates that have arrived by client, in plan order, where the server gets every single one."""
+        return updates
 
     def on_mean(self, averaged: Averaged, context: ServerContext) -> Averaged:  # noqa: ARG002
         """The mean that the server rule sees."""
@@ -125,6 +190,39 @@ class Processor:
 
 
 Processors = tuple[Processor, ...]
+
+
+Kind = Literal["clip", "noise", "sparsify", "quantise", "other"]
+"""What a processor does with the client's changes; the first four come in this order, each once."""
+
+ORDER: tuple[Kind, ...] = ("clip", "noise", "sparsify", "quantise")
+WHY_NOT: Mapping[tuple[Kind, Kind], str] = {
+    ("clip", "clip"): "the smaller limit alone would count",
+    ("noise", "noise"): "two noises are one of a larger deviation",
+    ("sparsify", "sparsify"): "one alone can choose what is sent",
+    ("quantise", "quantise"): "what is rounded to whole levels would be rounded again, to others",
+    ("noise", "clip"): "noise has to be measured by the limit of what it hides, and would be clipped itself",
+    ("sparsify", "clip"): "what is cut off after the choice of what is sent would be in no memory of what was not",
+    ("quantise", "clip"): "clipped values are no whole levels, which are what is counted in bytes",
+    ("sparsify", "noise"): "noise on what is sent does not hide which changes were the largest",
+    ("quantise", "noise"): "values with noise are no whole levels, which are what is counted in bytes",
+    ("quantise", "sparsify"): "what is left out would be chosen, and remembered, after rounding",
+}
+"""Why a processor of the second kind does not come after one of the first."""
+
+
+def check_order(named: Sequence[tuple[str, Processor]], key: str) -> None:
+    """Raises ValueError for processors in an order that their theory does not allow; `key` is the stage's.
+
+    The clipping of `privacy` comes after all of them, because it bounds what arrives, whatever was done before.
+    """
+    ordered = [(name, each.kind) for name, each in named if each.kind in ORDER]
+    for (first, before), (second, after) in pairwise(ordered):
+        if ORDER.index(before) >= ORDER.index(after):
+            raise ValueError(
+                f"{key}.processors: {second} after {first}: {WHY_NOT[before, after]}; the order is "
+                f"{', '.join(ORDER)}, each at most once"
+            )
 
 
 def sent(processors: Processors, message: Message) -> Message:
@@ -158,6 +256,7 @@ class Sparsify(Processor):
     share: Annotated[float, SHARE, "sparsify: the share of the changes that is sent"] = 0.1
     by: Annotated[By, "sparsify: largest by their own size, or by that of the trained values"] = "change"
     shortens_updates = True
+    kind = "sparsify"
 
     def on_client(self, message: Message) -> Message:
         """Resets the other parameters to the received values, in place."""
@@ -167,11 +266,7 @@ class Sparsify(Processor):
         return replace(message, traffic=self.expected(message.traffic))
 
     def expected(self, traffic: Traffic) -> Traffic:
-        num_sent = kept_of(traffic.changes, self.share)
-        saved_bytes = saved_by(traffic.changes, traffic.changes - num_sent)
-        return traffic._replace(
-            up_bytes=traffic.up_bytes - saved_bytes, changes=num_sent if saved_bytes else traffic.changes
-        )
+        return traffic._replace(up=with_fewer(traffic.up, self.share))
 
 
 def with_share(processors: Processors, share: float) -> Processors:
@@ -195,18 +290,28 @@ def sparsified(
     With `by` weight, those of the largest trained values stay. Returns the number of changes that are left out; of
     equal ones the first are kept.
     """
-    values = [parameters[name] if by == "weight" else parameters[name] - received[name] for name in parameters]
-    size = torch.cat([value.flatten() for value in values]).abs()
-    num_sent = kept_of(len(size), share)
-    if num_sent == len(size):
-        return 0
-    order = torch.argsort(size, descending=True, stable=True)
-    left_out = torch.ones(len(size), dtype=torch.bool, device=size.device)
-    left_out[order[:num_sent]] = False
-    parts = torch.split(left_out, [t.numel() for t in parameters.values()])
-    for (name, parameter), part in zip(parameters.items(), parts, strict=True):
-        parameter.copy_(torch.where(part.view_as(parameter), received[name], parameter))
-    return len(size) - num_sent
+    values = {name: t if by == "weight" else t - received[name] for name, t in parameters.items()}
+    left_out = smallest(values, share)
+    for name, parameter in parameters.items():
+        parameter.copy_(torch.where(left_out[name], received[name], parameter))
+    return sum(int(part.sum()) for part in left_out.values())
+
+
+def smallest(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+    """Where all but this share of the values are, the largest by magnitude of all together; of equal ones the last."""
+    size = torch.cat([value.flatten() for value in values.values()]).abs()
+    left_out = torch.zeros(len(size), dtype=torch.bool, device=size.device)
+    left_out[torch.argsort(size, descending=True, stable=True)[kept_of(len(size), share) :]] = True
+    parts = torch.split(left_out, [value.numel() for value in values.values()])
+    return {name: part.view_as(values[name]) for name, part in zip(values, parts, strict=True)}
+
+
+def with_fewer(payload: Payload, share: float) -> Payload:
+    """The payload if only this share of its scalars is sent, unless to say which would cost more."""
+    num_sent = kept_of(payload.scalars, share)
+    saved_bytes = saved_by(payload.scalars, payload.scalars - num_sent)
+    num_sent = num_sent if saved_bytes else payload.scalars
+    return payload._replace(size_bytes=payload.size_bytes - saved_bytes, scalars=num_sent)
 
 
 def saved_by(parameters: int, left_out: int) -> int:
@@ -223,7 +328,21 @@ def saved_by(parameters: int, left_out: int) -> int:
 
 # -- the registry ------------------------------------------------------------------------------------------------------
 
-PROCESSORS: Registry[Processor] = Registry("processor", Shipped({"sparsify": Sparsify}), (), made=True)
+PROCESSORS: Registry[Processor] = Registry(
+    "processor",
+    Shipped(
+        {
+            "sparsify": Sparsify,
+            "top_k": "fedloom.platform.averaging.compression:TopK",
+            "qsgd": "fedloom.platform.averaging.compression:Qsgd",
+            "uniform": "fedloom.platform.averaging.compression:Uniform",
+            "clip": "fedloom.platform.averaging.compression:Clip",
+            "noise": "fedloom.platform.averaging.compression:Noise",
+        }
+    ),
+    (),
+    made=True,
+)
 
 
 def processor(choice: ComponentSpec) -> Processor:

@@ -141,8 +141,12 @@ class SecureRound(Processor):
     def on_client(self, message: Message) -> Message:
         """The message behind masks, and with those of the protocol."""
         update = self.masked(message.client_id, message.update, message.received)
-        (down_bytes, up_bytes, changes), (more_down, more_up) = message.traffic, self.message_bytes
-        return replace(message, update=update, traffic=Traffic(down_bytes + more_down, up_bytes + more_up, changes))
+        (down, up), (more_down, more_up) = message.traffic, self.message_bytes
+        down, up = (
+            payload._replace(size_bytes=payload.size_bytes + more)
+            for payload, more in ((down, more_down), (up, more_up))
+        )
+        return replace(message, update=update, traffic=Traffic(down, up))
 
     def masked(self, client: int, update: Update, received: Weights) -> Update:
         """The update as it is sent: its weighted changes in fixed point, behind masks, as int32 modulo 2^32.

@@ -75,6 +75,7 @@ class ClientResult:
 
     client_id: int | None = _column("the client, from 0")
     tier: str = _column("the client's tier", "")
+    attacker: bool = _column("whether it is one of the attackers (attack.share)", False)
     architecture: str | None = _column("architecture as its options, such as 3-1-8-0")
     subspace: str | None = _column("the options of each decision that the client received")
     samples: int = _column("training samples, each counted once, or samples that were scored", 0)
@@ -160,6 +161,8 @@ class Assignment:
     """Why the simulated device drops out of the round; empty if it does not."""
     selection_probability: float = 1.0
     selection_reason: str = ""
+    attacker: bool = False
+    """Whether the client is one of the attackers."""
     reads_test: bool = False
     state: ClientState | None = None
     train_samples: int = 0

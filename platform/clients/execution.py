@@ -201,6 +201,7 @@ def run_assignment(
     about: dict[str, Any] = {
         "client_id": assignment.client_id,
         "tier": assignment.tier,
+        "attacker": assignment.attacker,
         "device": str(worker.device),
         "gpu": gpu and gpu.model,
         "gpu_software": gpu and str(gpu),

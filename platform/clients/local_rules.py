@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.worker import Worker
 
 STATE = "rule/"
-"""Prefix of the names of a rule, and of an optimiser, in a client's state, which may also hold a method's tensors."""
+"""Prefix of the names of a rule, an optimiser and processors in a client's state, which may also hold a method's."""
 
 COUNTERS = "counters/"
 """Prefix of the slots of numbers, which stay in main memory."""

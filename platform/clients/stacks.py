@@ -50,7 +50,7 @@ from fedloom.platform.clients.training import (
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.augment import augment_stack, augmentation
 from fedloom.platform.data.on_device import upload
-from fedloom.platform.data.trees import Tree, single
+from fedloom.platform.data.trees import Tree, joined, single
 from fedloom.platform.plugins import ends_process, in_one_line
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace, once
@@ -260,6 +260,11 @@ def _train(worker: Worker, assignments: Sequence[Assignment], weights: Weights) 
     network, module = task.network.on(worker), skeleton(worker.space, task.network.architecture)
     assert module is not None, "its layers stack"
     data, sizes = worker.data.clients([client_of(a) for a in assignments], task.splits)
+    for each in task.processors:
+        labels = torch.split(single(data[1], "a stack"), sizes)
+        of_clients = zip(assignments, labels, strict=True)
+        changed = [each.on_labels(client_of(a), y, worker.data.dataset.num_classes) for a, y in of_clients]
+        data = data[0], joined(changed)
     data = in_task(worker, data, network)
     stack = _stack(worker, module, network, weights, data, len(assignments))
     starts = list(itertools.accumulate(sizes, initial=0))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.averaging.processors import Message, Processors, Traffic, expected_traffic, sent
+from fedloom.platform.averaging.processors import Message, Payload, Processors, Traffic, expected_traffic, sent
 from fedloom.platform.averaging.weighting import FEDAVG, Work, weighting_rule, weights_of
 from fedloom.platform.clients.assignments import Assignment, ClientResult, ClientState, TaskError, client_of, places_of
 from fedloom.platform.clients.local_rules import STATE, LocalClient, begun, gradients_at, local_client, local_rule
@@ -64,7 +64,7 @@ class Train:
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds all of its tensors."""
         network = self.network.on(worker, assignment)
-        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        data = client_samples(worker, assignment, use_validation=self.use_validation, processors=self.processors)
         trained = train_network(worker, assignment, network, weights, data, self.local)
         return self.finished(worker, assignment, trained, rows_of(data[1]), weights)
 
@@ -79,14 +79,28 @@ class Train:
         if self.processors:
             assert result.update is not None, "it has trained"
             before = received(worker, trained.network, weights)
-            traffic = Traffic(result.bytes_down, result.bytes_up, trained.num_parameters)
-            message = Message(client_of(assignment), result.update, before, trained.parameters, traffic)
+            parameters = tuple(name for name in trained.parameters if name in result.update.tensors)
+            scalars = sum(result.update.tensors[name].numel() for name in parameters)
+            down = Payload(result.bytes_down, trained.num_parameters, len(trained.parameters))
+            message = Message(
+                client_of(assignment),
+                result.update,
+                before,
+                parameters,
+                Traffic(down, Payload(result.bytes_up, scalars, len(parameters))),
+                worker.spec.training_seed,
+                assignment.stage,
+                assignment.round,
+                trained.client.kept,
+            )
             try:
                 message = sent(self.processors, message)
             except OverflowError as error:
                 raise TaskError(str(error)) from error
-            down_bytes, up_bytes = message.traffic.down_bytes, message.traffic.up_bytes
-            result = replace(result, update=message.update, bytes_down=down_bytes, bytes_up=up_bytes)
+            down_bytes, up_bytes = (payload.size_bytes for payload in message.traffic)
+            # Processors may have begun to keep state, beside that of the local rule.
+            state = {**(result.state or {}), **trained.state} or None
+            result = replace(result, update=message.update, bytes_down=down_bytes, bytes_up=up_bytes, state=state)
         if self.validation == "scored":
             result = replace(result, measurements=validation_scores(worker, assignment, trained.network))
         return result
@@ -102,23 +116,33 @@ class Train:
         cost, rule = self.network.account(worker, assignment, batches), local_rule(self.local.rule)
         samples = sum(batches) // self.local.epochs
         sent_bytes = int(cost.size_bytes) + len(rule.shared) * FLOAT_BYTES * cost.parameters
-        traffic = expected_traffic(self.processors, Traffic(sent_bytes, sent_bytes, cost.parameters))
+        payload = Payload(sent_bytes, cost.parameters, 0)
+        if self.processors:
+            trained = worker.space.parameter_names
+            pieces = self.network.held(worker.space).items()
+            tensors = sum(name in trained or piece.source in trained for name, piece in pieces)
+            payload = payload._replace(tensors=tensors)
+        down, up = expected_traffic(self.processors, Traffic(payload, payload))
         return ClientResult(
             samples=samples,
             steps=len(batches),
             macs=cost.macs + rule.extra_passes * cost.macs * samples / max(1, sum(batches)),
-            bytes_down=traffic.down_bytes,
-            bytes_up=traffic.up_bytes,
+            bytes_down=down.size_bytes,
+            bytes_up=up.size_bytes,
             parameters=cost.parameters,
             architecture=cost.architecture,
             subspace=cost.subspace,
         )
 
 
-def client_samples(worker: Worker, assignment: Assignment, *, use_validation: bool = False) -> Samples:
-    """The client's training data, with its validation data if `use_validation`."""
+def client_samples(
+    worker: Worker, assignment: Assignment, *, use_validation: bool = False, processors: Processors = ()
+) -> Samples:
+    """The client's training data, with its validation data if `use_validation`; labels are what `processors` make."""
     client_id = client_of(assignment)
     x, y = worker.client_data(client_id, "train")
+    for each in processors:
+        y = each.on_labels(client_id, y, worker.data.dataset.num_classes)
     if not use_validation:
         return x, y
     more_x, more_y = worker.client_data(client_id, "validation")
@@ -203,7 +227,7 @@ class TrainedNetwork:
 
     @property
     def state(self) -> ClientState:
-        """The client's state of the local rule and of the optimiser."""
+        """The client's state of the local rule, of the optimiser and of processors."""
         return {f"{STATE}{name}": tensor for name, tensor in self.client.state.items()}
 
     @property

@@ -22,7 +22,14 @@ from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.data.augment import check_augmentation, tried_samples
 from fedloom.platform.federation.processing import Processing, Server
 from fedloom.platform.federation.selection import HISTORY, MEMORY, Selection, as_asked, for_client, for_server
-from fedloom.platform.federation.training_config import Rules, TrainingConfig, augmentation_of, cohort_size, local_sgd
+from fedloom.platform.federation.training_config import (
+    Rules,
+    TrainingConfig,
+    augmentation_of,
+    check_cohort,
+    cohort_size,
+    local_sgd,
+)
 from fedloom.platform.federation.training_warnings import UNANSWERED, TrainingWarnings
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import TensorGroup, Weights, bytes_of
@@ -288,13 +295,15 @@ class TrainingStage:
             check_augmentation(self.augment, tried_samples(world.data.dataset)[0])
         self.population = world.everyone if self.eligible is None else self.eligible
         self.cohort_size = min(cohort_size(config, len(self.population)), len(self.population))
-        self.server_group = f"server-{self.group}"
+        self.server_group, self.sent_group = f"server-{self.group}", f"sent-{self.group}"
         self.server = Server(self.rules, world.space.parameter_names if self.parameters is None else self.parameters)
         self.warnings = TrainingWarnings(world, name)
         self.selection = Selection(
             *(world, name, self.population, self.rules.selection, config.clients_per_round, config.epochs)
         )
-        self.processing = Processing(world, config, self.rules, name, self.population)
+        self.processing = Processing(world, config, self.rules, name, self.population, self.server.parameters)
+        self.keeps_updates = self.rules.aggregator.name != MEAN or self.processing.needs_updates
+        check_cohort(self.rules, self.cohort_size)
         if len(self.population):
             self.selection.cohort(0, self.selection.begun())  # raises for wrong options before the run begins
 
@@ -304,14 +313,15 @@ class TrainingStage:
         if weights is None:
             return state
         self.processing.begin(state.data)
-        if self.rules.aggregator.name != MEAN:
+        if self.keeps_updates:
             logger.warning(
-                "%s: aggregator %s keeps every update of a round in the server's memory, up to %d times %.1f MB",
-                *(self.name, self.rules.aggregator.name, self.cohort_size, bytes_of(weights) / 1e6),
+                "%s: %s keeps every update of a round in the server's memory, up to %d times %.1f MB",
+                *(self.name, self._keeper, self.cohort_size, bytes_of(weights) / 1e6),
             )
         shared = {name: torch.zeros_like(weights[source]) for name, source in self.server.shared(weights).items()}
         begun = state.with_group(self.group, {**weights, **shared})
-        return replace(begun, data={**state.data, **self.data, **self.selection.begun()})
+        begun = replace(begun, data={**state.data, **self.data, **self.selection.begun()})
+        return self.with_sent(begun, 0)
 
     def rounds_left(self, state: RunState) -> int:
         """The remaining rounds; 0 without weights or without an eligible client."""
@@ -344,12 +354,12 @@ class TrainingStage:
         of_server = [*self.beside(state), *(self.score(state) if due else ())]
         return Plan(
             [*assignments, *(for_server(self.name, index, task) for task in of_server)],
-            self.group,
+            self.sent_group if self.sent_group in state.groups else self.group,
             {"lr": local.lr, **given.schedules, **self.processing.schedules(context)},
             stack=stack,
             memory=cohort.memory or None,
             processors=processors,
-            keeps_updates=self.rules.aggregator.name != MEAN,
+            keeps_updates=self.keeps_updates,
         )
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
@@ -368,7 +378,10 @@ class TrainingStage:
         old = state.weights(self.group)
         context = self.processing.context(state.round, old, state.data)
         simulated = partial(self._simulated_tasks, state)
-        averaged = self.processing.averaged(context, plan.processors, sums, results, self.server.shared(old), simulated)
+        averaged = self.processing.averaged(
+            *(context, plan.processors, sums, results, self.server.shared(old), simulated),
+            sent=state.weights(self.sent_group) if self.sent_group in state.groups else None,
+        )
         data = {
             **state.data,
             **self.processing.recorded(context),
@@ -381,7 +394,7 @@ class TrainingStage:
         after = replace(state.with_group(self.group, weights), data=data)
         if server_state:
             after = after.with_group(self.server_group, server_state)
-        after = self.after(after, plan, result)
+        after = self.with_sent(self.after(after, plan, result), state.round + 1)
         return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations_of(results, self.tier))
 
     def end(self, state: RunState) -> RoundUpdate:
@@ -395,14 +408,28 @@ class TrainingStage:
         self.warnings.check_trained(state.stage, state.round, state.data)
         weights = state.weights(self.group)
         # A local rule's client state belongs to these weights, and the next stage may train others.
-        ended = state.without_groups(self.server_group).without_client_tensors(STATE)
+        ended = state.without_groups(self.server_group, self.sent_group).without_client_tensors(STATE)
         ended = ended.without_data(HISTORY, MEMORY, UNANSWERED)
         shared = self.server.shared(weights)
         if shared:
             ended = ended.with_group(self.group, {name: t for name, t in weights.items() if name not in shared})
         return RoundUpdate(ended, models=self.keep(ended))
 
+    def with_sent(self, state: RunState, index: int) -> RunState:
+        """The state with what clients receive in a round, if that is not the weights themselves.
+
+        A stage that changes the weights after `merge` calls it again.
+        """
+        sent = self.processing.sent(self.processing.context(index, state.weights(self.group), state.data))
+        return state if sent is None else state.with_group(self.sent_group, sent)
+
     # -- parts of a round -------------------------------------------------------------------------------------------
+
+    @property
+    def _keeper(self) -> str:
+        """What asks for every single update."""
+        aggregator = self.rules.aggregator.name
+        return f"aggregator {aggregator}" if aggregator != MEAN else f"attack {self.world.config.attack.name}"
 
     def _local_sgd(self, index: int) -> LocalSGD:
         balanced, rules = self.world.config.data.balanced_classes, self.rules

@@ -9,6 +9,7 @@ from annotated_types import Interval
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.results.paths import Names
 from fedloom.platform.settings import (
+    BELOW_ONE,
     NOT_EMPTY,
     ONE_OR_MORE,
     PART,
@@ -129,6 +130,17 @@ class DevicesConfig:
     deadline_s: Annotated[
         float | None, POSITIVE, "simulated seconds after which a client is left out of its round; null: never"
     ] = None
+
+
+@dataclass
+class AttackConfig:
+    """Attackers among the clients, and what they do while they train."""
+
+    share: Annotated[float, BELOW_ONE, "share of the clients that are attackers, drawn by the partition's seed"] = 0.0
+    name: Annotated[
+        str, ComponentName("attack"), "label_flip, sign_flip, gaussian, alie, inner_product or your own"
+    ] = "sign_flip"
+    options: Annotated[dict[str, Any], "the attack's options, by name"] = field(default_factory=dict)
 
 
 @dataclass
@@ -253,6 +265,7 @@ class RunConfig:
     space: SpaceConfig = field(default_factory=SpaceConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
+    attack: AttackConfig = field(default_factory=AttackConfig)
     method: Any = None
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     ray: RayConfig = field(default_factory=RayConfig)

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fedloom.platform.data.config import WITH_ALPHA, DataConfig
-from fedloom.platform.federation.config import FailuresConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.config import AttackConfig, FailuresConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.plugins import is_import_path
@@ -64,6 +64,7 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
         _Needs("final_lr_share", "schedule", "cosine".__eq__, "cosine"),
         _Needs("step_rounds", "schedule", "steps".__eq__, "steps"),
     ),
+    AttackConfig: (_Needs("name options", "share", _is_given, "attackers"),),
     PrivacyConfig: (
         _Needs("delta accountant", "noise", _is_given, "noise above 0"),
         _Needs("weight_cap least_coverage", "clip", _is_given, "changes that are clipped"),

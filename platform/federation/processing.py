@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedloom.platform.averaging.attacks import Attackers
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.privacy import SPENT, DifferentialPrivacy, accounting, expected_weights
-from fedloom.platform.averaging.processors import Processors, ServerContext, processor
+from fedloom.platform.averaging.processors import Processors, ServerContext, check_order, processor
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.averaging.weighting import weighting_traits
 from fedloom.platform.clients.local_rules import local_rule, place_of, refuse_parts
@@ -19,13 +20,15 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import expected_size
 from fedloom.platform.seeding import stream
+from fedloom.platform.spaces.slices import part_of
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
     from fedloom.platform.averaging.aggregators import Sums
-    from fedloom.platform.averaging.average import Averaged
+    from fedloom.platform.averaging.attacks import Attack
+    from fedloom.platform.averaging.average import Averaged, Update
     from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.federation.training_config import Rules, TrainingConfig
     from fedloom.platform.federation.world import World
@@ -41,22 +44,47 @@ TasksOf = Callable[[int, tuple[int, ...]], Sequence[Any]]
 class Processing:
     """A stage's processors with what they need to know of its rounds."""
 
-    def __init__(self, world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray) -> None:
-        """Raises ValueError for processors that do not fit the stage."""
+    def __init__(
+        self,
+        world: World,
+        config: TrainingConfig,
+        rules: Rules,
+        stage: str,
+        eligible: np.ndarray,
+        parameters: Container[str],
+    ) -> None:
+        """Raises ValueError for processors that do not fit the stage; `parameters` names the trained tensors."""
         self.world, self.config, self.stage, self.eligible = world, config, stage, eligible
+        self.parameters = parameters
         self.processors: Processors = tuple(processor(choice) for choice in rules.processors)
-        for each in self.processors:
+        self.named = [(choice.name, each) for choice, each in zip(rules.processors, self.processors, strict=True)]
+        check_order(self.named, rules.key)
+        for name, each in self.named:
             if each.shortens_updates:
                 refuse_parts(rules.local, rules.key, type(each).__name__, "sgd or fedprox")
+                if selection_traits(rules.selection.name).shortens_updates:
+                    raise ValueError(
+                        f"{rules.key}.processors: {name} and {rules.key}.selection={rules.selection.name} both choose "
+                        "which changes are sent: leave one out"
+                    )
         privacy = config.privacy
         if self.processors and privacy.secure:
             raise ValueError(
-                f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point; use it without "
-                f"{rules.key}.processors"
+                f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point, as residues that no code "
+                f"makes smaller; use it without {rules.key}.processors"
             )
         if privacy.clip is not None or privacy.secure or privacy.noise:
             self.processors += privacy_processors(world, config, rules, stage, eligible)
+        if world.attackers:
+            check_attack(world.attack, world.config.attack.name, config, rules)
+            attackers = Attackers(world.attack, world.attackers, needs_updates=world.attack.colludes)
+            self.processors = (attackers, *self.processors)
         self._expected: Mapping[str, Tensor] | None = None
+
+    @property
+    def needs_updates(self) -> bool:
+        """Whether a processor needs every single update."""
+        return any(each.needs_updates for each in self.processors)
 
     def begin(self, data: Mapping[str, Any]) -> None:
         """Warns of a stage without differential privacy after stages with it, given the run's JSON values."""
@@ -73,8 +101,19 @@ class Processing:
             seed=self.world.config.seed_for("training"),
             old=old,
             data=data,
+            parameters=self.parameters,
             min_contributors=max(self.config.min_contributors, *(p.least_contributors for p in self.processors), 1),
         )
+
+    def sent(self, context: ServerContext) -> Weights | None:
+        """All shared tensors as clients receive them in the context's round; None: as they are."""
+        sent = {name: tensor for name, tensor in context.old.items() if name in self.parameters}
+        changed = False
+        for each in self.processors:
+            after = each.on_weights(sent, context)
+            if after is not None:
+                sent, changed = dict(after), True
+        return {**context.old, **sent} if changed else None
 
     def begun(
         self, context: ServerContext, tasks: Sequence[Task], client_ids: Sequence[int]
@@ -87,16 +126,18 @@ class Processing:
         def held() -> dict[int, SliceMap]:
             return {c: task.network.held(self.world.space) for c, task in zip(client_ids, checked, strict=True)}
 
-        context = replace(context, held=held)
+        context = replace(context, held=held, cohort=client_ids)
         processors = tuple(each.begun(context) for each in self.processors)
         return [replace(task, processors=(*task.processors, *processors)) for task in checked], processors
 
     def _checked(self, task: Task) -> Train:
         if not isinstance(task, Train) or task.use_validation:
             raise ValueError(
-                f"privacy and processors: the clients of {self.stage} send more than the change of one network; leave "
-                "them out"
+                f"attack, privacy and processors: the clients of {self.stage} send more than the change of one "
+                "network; leave them out"
             )
+        own = [(type(each).__name__.lower(), each) for each in task.processors]
+        check_order([*own, *self.named], f"method of {self.stage}")
         privacy = self.config.privacy
         if task.share > 1 and privacy.clip is not None:
             raise ValueError(
@@ -120,18 +161,28 @@ class Processing:
         results: Iterable[ClientResult],
         singly: Container[str],
         tasks_of: TasksOf,
+        sent: Weights | None = None,
     ) -> Averaged:
         """The mean of the round's updates, with its processors undone in reverse.
 
         `singly` names tensors of which one update is enough (`WeightedSums.finish`); `tasks_of` simulates cohorts.
+        `sent` is what clients have received instead of the context's weights, if their parameters differ.
         """
         answered = [r.client_id for r in results if r.client_id is not None and r.status == "ok"]
         expected_weights = partial(self._expected_weights, context.old, tasks_of)
         context = replace(context, answered=answered, expected_weights=expected_weights)
+        received = context.old if sent is None else sent
         if isinstance(sums, WeightedSums):
             for each in reversed(processors):
-                sums = each.on_sums(sums, context)
-        averaged = sums.finish(context.old, context.min_contributors, singly)
+                sums = each.on_sums(sums, replace(context, old=received))
+        elif processors:
+            updates: Mapping[int, Update] = dict(zip(answered, sums.kept, strict=True))
+            for each in reversed(processors):
+                updates = each.on_updates(updates, replace(context, old=received))
+            sums = replace(sums, kept=[*updates.values()])
+        averaged = sums.finish(received, context.min_contributors, singly)
+        if sent is not None:
+            averaged = from_exact(averaged, sent, context.old, self.parameters)
         for each in reversed(processors):
             averaged = each.on_mean(averaged, context)
         return averaged
@@ -153,6 +204,33 @@ class Processing:
             drawn = rng.choice(self.eligible, size=size, replace=False)
             ordered = tuple(self.world.in_plan_order(tuple(drawn.tolist())))
             yield [(task.network.held(self.world.space), task.share) for task in tasks_of(index, ordered)]
+
+
+def check_attack(attack: Attack, name: str, config: TrainingConfig, rules: Rules) -> None:
+    """Raises ValueError for attackers that see each other's updates beside what gives the server nothing but sums."""
+    if not attack.colludes:
+        return
+    if config.privacy.secure or config.privacy.clip is not None or config.privacy.noise:
+        raise ValueError(
+            f"attack.name={name} needs every single update, and {rules.key}.privacy leaves sums alone: leave one out"
+        )
+    if weighting_traits(rules.weighting.name).weighs_unheld:
+        raise ValueError(
+            f"attack.name={name} needs every single update, and {rules.key}.weighting={rules.weighting.name} counts "
+            "clients that do not hold a scalar: use another weighting"
+        )
+
+
+def from_exact(averaged: Averaged, sent: Weights, exact: Weights, parameters: Container[str]) -> Averaged:
+    """The exact weights plus the mean change from the sent ones, where clients cover them."""
+    weights = dict(averaged.weights)
+    for name, before in exact.items():
+        if name in parameters:
+            weights[name] = before.clone()
+            for region in averaged.coverage.get(name, ()):
+                change = part_of(averaged.weights[name], region) - part_of(sent[name], region)
+                part_of(weights[name], region).add_(change)
+    return replace(averaged, weights=weights)
 
 
 class Server:

@@ -418,6 +418,7 @@ def for_client(
         dropped=dropped,
         selection_probability=cohort.probability,
         selection_reason=cohort.reason_of(client_id),
+        attacker=world.attacks(client_id),
         train_samples=world.data.size(client_id, "train"),
         expected_macs=expected_macs,
     )

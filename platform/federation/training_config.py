@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from annotated_types import Interval
 
-from fedloom.platform.averaging.aggregators import AGGREGATORS, MEAN
+from fedloom.platform.averaging.aggregators import AGGREGATORS, MEAN, KeptUpdates
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, serve, server_traits
@@ -219,6 +219,24 @@ def _check_aggregator(rules: Rules, config: TrainingConfig, key: str) -> None:
     if weighting_traits(rules.weighting.name).weighs_unheld:
         raise ValueError(
             f"{beside} judges a scalar among those who hold it: {key}.weighting={rules.weighting.name} counts others"
+        )
+
+
+MOST_TRIED = 1000
+"""Clients on which an aggregator is tried: enough for any that is content with a share of them."""
+
+
+def check_cohort(rules: Rules, clients: int) -> None:
+    """Raises ValueError for a round of fewer clients than the aggregator needs for a scalar that all of them hold."""
+    aggregator, old = rules.aggregator, {PARAMETER: torch.zeros(1)}
+    sums = KeptUpdates(rule=aggregator)
+    for _ in range(min(clients, MOST_TRIED)):
+        sums.add(Update({PARAMETER: torch.ones(1)}, {PARAMETER: Slice(PARAMETER)}, {PARAMETER: 1.0}))
+    if aggregator.name != MEAN and not sums.finish(old).coverage:
+        given = "".join(f" with {rules.key}.options.{name}={value}" for name, value in aggregator.options)
+        raise ValueError(
+            f"{rules.key}.aggregator={aggregator.name}{given} needs more than the {clients} clients of a round, so "
+            "that nothing would ever be trained: raise clients_per_round, or reckon with fewer attackers"
         )
 
 

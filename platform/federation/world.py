@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedloom.platform.averaging.attacks import ATTACKS, Attack, attack
 from fedloom.platform.clients.objectives import OBJECTIVES, check_objective
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.data.augment import check_augmentation, coloured, tried_samples
@@ -61,6 +62,9 @@ class World:
     augment: ComponentSpec
     spec: WorkerSpec
     tasks: Tasks
+    attack: Attack
+    attackers: frozenset[int]
+    """The ids of the clients that attack."""
 
     @property
     def num_clients(self) -> int:
@@ -80,6 +84,10 @@ class World:
     def tier(self, client_id: int) -> Tier:
         """A client's tier."""
         return self.tiers[int(self.tier_of_client[client_id])]
+
+    def attacks(self, client_id: int) -> bool:
+        """Whether a client is an attacker."""
+        return client_id in self.attackers
 
     def profile(self, client_id: int) -> DeviceProfile:
         """A client's simulated device."""
@@ -156,6 +164,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     Raises ValueError for an invalid configuration: missing data, impossible budgets, shares that do not sum to 1.
     """
     _, augment = data_choices(config.data)
+    chosen = component_specs([(ATTACKS, config.attack.name)], config.attack.options, "attack.options")[0]
     objective = component_specs([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
     space = build_space(config.space)
     check(space)
@@ -214,4 +223,14 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
             constants=space.constants_hash,
         ),
         tasks=tasks,
+        attack=attack(chosen),
+        attackers=drawn_attackers(config.attack.share, data.num_clients, config.seed_for("partition")),
     )
+
+
+def drawn_attackers(share: float, num_clients: int, seed: int) -> frozenset[int]:
+    """The clients that attack: this share of them, rounded, whatever the attack."""
+    if not share:
+        return frozenset()
+    drawn = stream(seed, "attackers").choice(num_clients, size=round(share * num_clients), replace=False)
+    return frozenset(drawn.tolist())

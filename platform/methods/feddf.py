@@ -259,7 +259,7 @@ class DistilledTraining(TrainingStage):
 
         def distilled(after: RunState, done: RoundResult) -> RoundUpdate:
             new = after.with_group(self.group, done.sums.finish(after.weights(self.group)).weights)
-            return RoundUpdate(new, evaluation=self._last_scores(new))
+            return RoundUpdate(self.with_sent(new, state.round + 1), evaluation=self._last_scores(new))
 
         return replace(merged, evaluation=None, work=PostRoundWork(Plan([assignment], self.group), distilled))
 

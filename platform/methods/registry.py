@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any, get_args
 
+from fedloom.platform.federation.algorithm import TrainingStage
 from fedloom.platform.federation.method import Kind, Method, Own, SharedTraining, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_import_path, resolve
@@ -118,10 +119,18 @@ def build_stages(world: World) -> list[Stage]:
         )
     check_settings(config, "method.")
     if not is_import_path(config.name):
-        return method.stages(config, world)
-    with blaming("method", config.name, spare=ValueError):
         stages = method.stages(config, world)
-    return _checked_stages(stages, f"method {config.name!r}")
+    else:
+        with blaming("method", config.name, spare=ValueError):
+            stages = method.stages(config, world)
+        stages = _checked_stages(stages, f"method {config.name!r}")
+    trained = [stage for stage in stages if getattr(stage, "trains", False)]
+    if world.attackers and (method.kind == "silos" or not all(isinstance(s, TrainingStage) for s in trained)):
+        raise ValueError(
+            f"attack.share={world.config.attack.share:g}: the clients of {config.name} know no attacks: set it to 0, "
+            "or use a method whose clients train one shared model"
+        )
+    return stages
 
 
 def _checked_stages(stages: Any, blame: str) -> list[Stage]:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
+from fedloom.platform.averaging.processors import Payload, Traffic, expected_traffic
 from fedloom.platform.clients.networks import Account, Network, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork
@@ -186,7 +187,10 @@ class TrainHead(Train):
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         shapes = _skeleton(worker.space, cast(OnlyHead, self.network).subnet).state_dict()
         tensors = {name: shapes[name] for name in self._sent}
-        return replace(super().account(worker, assignment), bytes_up=bytes_of(tensors), parameters=_count(tensors))
+        counted = super().account(worker, assignment)
+        head = Payload(bytes_of(tensors), _count(tensors), len(tensors))
+        up = expected_traffic(self.processors, Traffic(head, head)).up
+        return replace(counted, bytes_up=up.size_bytes, parameters=head.scalars)
 
     @property
     def _sent(self) -> tuple[str, ...]:

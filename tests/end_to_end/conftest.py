@@ -172,9 +172,18 @@ COMPARED = {
         "space.stage_widths=[4,6,8,10]",
         "tiers.upper_bounds=[15000,22000,25000,30000]",
     ],
+    "robust": [
+        *(o for o in TINY_ELASTIC if not o.startswith(("method.search", "method.family"))),
+        *("method.family=[smallest]", "method.search.samples=0", "method.train.min_contributors=2"),
+        *("method.train.aggregator=rfa", "attack.share=0.3", "attack.name=alie", "attack.options.z=1.0"),
+    ],
     "hetlora": ["method=hetlora", *TINY_ADAPTERS, "method.penalty=2.0"],
     "flexlora": ["method=flexlora", *TINY_ADAPTERS],
     "flora": ["method=flora", *TINY_ADAPTERS],
+    "compressed": [
+        *("experiment=heterofl_digits", *TINY_WIDTHS, "method.dynamic=true", "method.train.processors=[top_k,qsgd]"),
+        *("method.train.options.share=0.2", "method.train.options.direction=both"),
+    ],
     "transformers": [
         "experiment=superfednas_vit_digits",
         *(o for o in TINY_CNN if not o.startswith("space")),

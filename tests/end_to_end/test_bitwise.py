@@ -106,9 +106,9 @@ COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "scalefl"),
     *("hetlora", "flexlora", "flora"),
     *("splitmix", "feddf", "pfedme", "ofa", "transformers", "secure", "private"),
-    *("personal_layers", "apfl", "fedproto"),
+    *("robust", "compressed", "personal_layers", "apfl", "fedproto"),
 )
-QUICK = ("scaffold", "private", "feddf")
+QUICK = ("scaffold", "private", "robust", "feddf")
 """Those with the most state and arithmetic, and with work of the server; of the others a round would show the same."""
 
 

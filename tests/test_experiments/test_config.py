@@ -237,6 +237,7 @@ PUBLIC = {
     "APFLConfig": "name alpha adaptive",
     "AdaptationConfig": "epochs lr",
     "ArchitectureSearchConfig": "kind start every prune_edges statistics max_macs rounds lr validation_weight",
+    "AttackConfig": "share name options",
     "BudgetConfig": "kind factors states options",
     "CheckpointConfig": "every",
     "CommunicationConfig": "unit value one_per_round",
@@ -295,7 +296,7 @@ PUBLIC = {
     "RayConfig": "address num_cpus num_gpus object_store_memory_bytes dashboard wait_s detached",
     "RunConfig": (
         "experiment name tags seed results dry_run reuse_supernet tensorboard data objective space tiers devices "
-        "method executor ray checkpoint seeds"
+        "attack method executor ray checkpoint seeds"
     ),
     "ScaleFLConfig": "name distillation temperature distil_after train",
     "SearchConfig": (

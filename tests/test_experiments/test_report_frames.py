@@ -10,7 +10,7 @@ import pytest
 
 from fedloom.experiments.analysis.clients import failures, fairness
 from fedloom.experiments.analysis.outcomes import per_model
-from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
+from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence, megabytes
 from fedloom.experiments.analysis.settings import Estimate, estimate
 from fedloom.experiments.analysis.tables import Tables, latest_run, load
 from fedloom.experiments.analysis.tiers import architectures, pareto, per_tier
@@ -157,6 +157,15 @@ def test_communication_sums_per_stage_and_leaves_baseline_and_evaluation_out_of_
     method = communication_by_kind(stages).set_index("kind").loc["method"]
     assert (method["bytes_down"], method["bytes_up"], method["macs"]) == (250, 220, 3000)
     assert (method["simulated_s"], method["wall_s"]) == (1.5, 6.0)
+
+
+def test_megabytes_add_up_from_a_stages_beginning(tables: Tables) -> None:
+    sent = megabytes(tables)
+    assert sent["stage"].value_counts()["supernet"] == 3
+    supernet = sent[sent["stage"] == "supernet"]
+    assert supernet["rounds_done"].tolist() == [0, 1, 2]
+    assert supernet["megabytes"].iloc[[0, 2]].tolist() == pytest.approx([0.0, 420e-6])
+    assert sent[sent["stage"] == "rand_init/tier1"]["megabytes"].tolist() == pytest.approx([0.0, 50e-6])
 
 
 def test_without_a_supernet_rand_init_is_the_method(tmp_path: Path) -> None:

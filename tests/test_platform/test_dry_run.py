@@ -83,6 +83,11 @@ def whole_supernet(elastic: Make, _tiny: Make) -> RunConfig:
     return elastic(train={"rounds": 2, "travels": "supernet", "shrinking": ShrinkingConfig(2, 0.5)})
 
 
+def compressed(elastic: Make, _tiny: Make) -> RunConfig:
+    options = {"share": 0.2, "bits": 4, "direction": "both"}
+    return elastic("batch", train={"rounds": 2, "processors": ["clip", "top_k", "uniform"], "options": options})
+
+
 def separately(elastic: Make, _tiny: Make) -> RunConfig:
     family = ["smallest", "d=1,0 e=1", "largest"]
     return elastic("batch", method={"separately": True, "family": family}, train={"clients_per_round": 2})
@@ -102,7 +107,9 @@ def fedavg(_elastic: Make, tiny: Make) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    "make", [slices, tier_aware, whole_supernet, separately, dropouts, fedoras, fedavg], ids=lambda f: f.__name__
+    "make",
+    [slices, compressed, tier_aware, whole_supernet, separately, dropouts, fedoras, fedavg],
+    ids=lambda f: f.__name__,
 )
 def test_a_dry_run_has_the_rows_of_the_real_one(
     make: Callable[[Make, Make], RunConfig], elastic_config: Make, tiny_config: Make, tmp_path: Path

@@ -1,5 +1,6 @@
 """HeteroFL, FjORD, FedRolex: who trains which width, their limits, rounds by a slow reference, statistics, refusals."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -237,6 +238,39 @@ def test_fedrolex_that_does_not_roll_is_heterofl(width_config: Make, run_in_memo
         found = [r.state for r in memory.records if r.state is not None and r.state.stage == 0 and r.state.round == 2]
         states.append(found[0].weights("supernet"))
     same(*states)
+
+
+# -- compressed slices -------------------------------------------------------------------------------------------------
+
+
+def test_clients_remember_what_they_have_not_sent_of_their_own_slices(width_config: Make, run_in_memory: Any) -> None:
+    compressed = {"processors": ["top_k", "uniform"], "options": {"share": 0.2, "bits": 4}, "clients_per_round": 8}
+    world, memory, _ = run_in_memory(width_config(HeteroFLConfig, compressed))
+    rows = [row for r in memory.records for table, row in r.rows if table == "clients" and row["stage"] == "supernet"]
+    assert {row["parameters"] for row in rows} == {scalars(world, tier) for tier in range(3)}
+    for row in rows:
+        held = world.space.slices(largest_of_tiers(world)[int(world.tier_of_client[row["client_id"]])])
+        tensors = len(world.space.parameter_names & {piece.source for piece in held.values()})
+        number = row["parameters"]
+        few = math.ceil(number / 5)
+        levels, which = math.ceil(few / 2), math.ceil(number / 8)
+        assert row["bytes_up"] == row["bytes_down"] - 4 * number + which + levels + 4 * tensors
+    state = memory.state(1)
+    for client_id in range(8):
+        mine, inside = state.client_state(client_id), 0
+        assert mine is not None
+        for piece in world.space.slices(largest_of_tiers(world)[int(world.tier_of_client[client_id])]).values():
+            left_out = mine.get(f"rule/top_k/{piece.source}")
+            if left_out is not None:
+                inside += int(piece.of(left_out).count_nonzero())
+        assert inside > 0
+        assert inside == sum(int(t.count_nonzero()) for t in mine.values()), "nothing beside its slices"
+    _, _, last = run_in_memory(width_config(HeteroFLConfig, compressed))
+    assert all(not name.startswith("client-") for name in last.groups), "the memory ends with the stage"
+
+
+def scalars(world: World, tier: int) -> int:
+    return int(world.space.cost_table("parameters").cost(largest_of_tiers(world)[tier]))
 
 
 # -- two rounds by a slow reference ------------------------------------------------------------------------------------

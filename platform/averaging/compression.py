@@ -1,0 +1,220 @@
+"""Compression of what clients send and receive: top-k with error feedback, QSGD, uniform steps; what may come before.
+
+top_k (Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory", Alg. 1; here of a round's change instead of a
+step's gradient), with the client's memory m, at first 0:
+
+    p <- its change + m
+    sends the share `share` of p, the largest by magnitude of all parameters together, and which they are
+    m <- p - what was sent
+
+qsgd (Alistarh et al. 2017, "QSGD", Sec. 3.1), for every tensor v of the change, with s levels:
+
+    sends |v|_2, and for every scalar its sign and a level: s |v_i| / |v|_2, rounded up or down at random such that
+        its expectation is that
+    is read as |v|_2 sign level / s
+
+uniform: the same with the largest |v_i| in place of |v|_2, and as many levels as fit into `bits` with their signs.
+
+**Bytes.** A value costs 4 bytes; which were sent a bit for each or 4 bytes for each that is, whichever is less. A level
+with its sign takes the smallest whole number of bits that tells all of them apart, and a tensor 4 bytes more for its
+scale. (QSGD's Elias code is shorter where most levels are 0; its length depends on the values, so that it could not be
+known before a run.) Buffers such as running statistics, and what local rules send, travel as they are.
+
+**From the server.** With `direction` down or both, quantisers also encode the shared weights, once per round, as
+whole tensors; clients start from slices of what is decoded, and a slice costs its own levels and the scales of its
+tensors. The server keeps the exact weights w and adds the mean change to them, so that what was rounded off is in the
+next round's message (its error feedback; w is its memory):
+
+    server:  w' <- decoded(encoded(w)), to all clients
+             w <- w + mean change from w' where clients cover it
+
+top_k has no such direction: clients that were not in all rounds before have nothing to which it could add.
+
+**Slices.** The memory has the coordinates of the shared weights: a client that trains other slices in a later round
+adds what it has not sent of these. **Privacy.** The clipping of `method.train.privacy` comes last and bounds what
+arrives, that from the memory as well; what it cuts off is not remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Interval
+from torch import Tensor
+
+from fedloom.platform.averaging.privacy import clip_changes
+from fedloom.platform.averaging.processors import (
+    Message,
+    Payload,
+    Processor,
+    ServerContext,
+    Traffic,
+    smallest,
+    with_fewer,
+)
+from fedloom.platform.data.on_device import upload
+from fedloom.platform.seeding import torch_stream
+from fedloom.platform.settings import POSITIVE, SHARE, ZERO_OR_MORE
+from fedloom.platform.spaces.slices import FLOAT_BYTES, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip(Processor):
+    """Scales a client's change of all parameters together to at most `max_norm`; `privacy` accounts for an epsilon."""
+
+    max_norm: Annotated[float, POSITIVE, "clip: the largest Euclidean norm of a client's change"] = 1.0
+    kind = "clip"
+
+    def on_client(self, message: Message) -> Message:
+        clip_changes({n: message.update.tensors[n] for n in message.parameters}, message.received, self.max_norm)
+        return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise(Processor):
+    """Adds Gaussian noise to every parameter's change before it leaves the client; no epsilon is accounted for."""
+
+    noise_std: Annotated[float, ZERO_OR_MORE, "noise: the standard deviation of every change's noise"] = 0.01
+    kind = "noise"
+
+    def on_client(self, message: Message) -> Message:
+        generator = message.generator("noise")
+        for name, change in message.changes().items():
+            noise = upload(torch.randn(change.shape, generator=generator), change.device)
+            message.send({name: change + self.noise_std * noise})
+        return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Processor):
+    """Sends the largest changes, and adds what it has not sent to the client's change of its next round."""
+
+    share: Annotated[float, SHARE, "top_k: the share of the changes that is sent"] = 0.1
+    shortens_updates = True
+    kind = "sparsify"
+
+    @torch.no_grad()
+    def on_client(self, message: Message) -> Message:
+        memory = {name: message.memory("top_k", name) for name in message.parameters}
+        changes = {name: change + memory[name] for name, change in message.changes().items()}
+        for name, left_out in smallest(changes, self.share).items():
+            tensor = message.update.tensors[name]
+            # Not received + change: with an empty memory what is sent keeps its bits.
+            tensor.copy_(torch.where(left_out, message.received[name], tensor + memory[name]))
+            memory[name].copy_(changes[name] * left_out)
+        return replace(message, traffic=self.expected(message.traffic))
+
+    def expected(self, traffic: Traffic) -> Traffic:
+        return traffic._replace(up=with_fewer(traffic.up, self.share))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor as it is sent: whole levels from -s to s, and what level s stands for."""
+
+    levels: Tensor
+    scale: float
+    s: int
+
+    def decoded(self) -> Tensor:
+        """The values that the levels stand for."""
+        return self.levels * (self.scale / self.s)
+
+
+def encoded(values: Tensor, scale: float, s: int, generator: torch.Generator) -> Encoded:
+    """The values in whole levels, rounded at random such that their expectation is the value; 0 stays 0.
+
+    No magnitude may be above `scale`.
+    """
+    if not scale:
+        return Encoded(torch.zeros_like(values), 0.0, s)
+    # Drawn in main memory: the same numbers on every device.
+    draws = upload(torch.rand(values.shape, generator=generator), values.device)
+    levels = (values.abs() / scale * s + draws).floor_().clamp_(max=s)
+    return Encoded(levels * values.sign(), scale, s)
+
+
+def quantised_bytes(scalars: int, tensors: int, s: int) -> int:
+    """The bytes of so many scalars in levels from -s to s, with one scale per tensor."""
+    bits = (2 * s).bit_length()
+    return -(-bits * scalars // 8) + FLOAT_BYTES * tensors
+
+
+Direction = Literal["up", "down", "both"]
+"""What is encoded: clients' changes, the server's weights, or both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantiser(Processor):
+    """Base of processors that send levels; override `s` and `scale_of`."""
+
+    direction: Annotated[Direction, "encodes what clients send (up), what they receive (down), or both"] = "up"
+    kind = "quantise"
+
+    @property
+    def s(self) -> int:
+        """The number of levels above 0."""
+        raise NotImplementedError
+
+    def scale_of(self, values: Tensor) -> float:
+        """What the highest level of a tensor stands for."""
+        raise NotImplementedError
+
+    def read(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """A tensor as the other side reads it."""
+        return encoded(values, self.scale_of(values), self.s, generator).decoded()
+
+    @torch.no_grad()
+    def on_weights(self, parameters: Weights, context: ServerContext) -> Weights | None:
+        if self.direction == "up":
+            return None
+        generator = torch_stream(context.seed, "quantise", context.stage, context.round)
+        return {name: self.read(tensor, generator) for name, tensor in parameters.items()}
+
+    @torch.no_grad()
+    def on_client(self, message: Message) -> Message:
+        if self.direction != "down":
+            generator = message.generator("quantise")
+            message.send({name: self.read(change, generator) for name, change in message.changes().items()})
+        return replace(message, traffic=self.expected(message.traffic))
+
+    def expected(self, traffic: Traffic) -> Traffic:
+        down, up = traffic
+        return Traffic(
+            down if self.direction == "up" else self.in_levels(down),
+            up if self.direction == "down" else self.in_levels(up),
+        )
+
+    def in_levels(self, payload: Payload) -> Payload:
+        """The payload with its scalars in levels."""
+        return payload.recoded(quantised_bytes(payload.scalars, payload.tensors, self.s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qsgd(Quantiser):
+    """QSGD: levels in steps of the tensor's Euclidean norm."""
+
+    levels: Annotated[int, Interval(ge=1, le=32767), "qsgd: s, the levels above 0; 7 take 4 bits with their sign"] = 7
+
+    @property
+    def s(self) -> int:
+        return self.levels
+
+    def scale_of(self, values: Tensor) -> float:
+        return float(values.double().norm().float())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform(Quantiser):
+    """Uniform quantisation with stochastic rounding: levels in steps of the tensor's largest change."""
+
+    bits: Annotated[Literal[4, 8], "uniform: bits of a change with its sign"] = 8
+
+    @property
+    def s(self) -> int:
+        return int(2 ** (self.bits - 1)) - 1
+
+    def scale_of(self, values: Tensor) -> float:
+        return float(values.abs().max()) if values.numel() else 0.0

@@ -1,0 +1,26 @@
+"""Norm bounding: the mean of changes whose norms are limited (Sun et al. 2019).
+
+    Sun, Kairouz, Suresh, McMahan: Can You Really Backdoor Federated Learning? arXiv:1911.07963, section 3:
+
+        w_{t+1} = w_t + sum_k alpha_k Delta_k / max(1, ||Delta_k|| / M)
+
+with alpha_k the weights, which sum to 1. The server does this, as no attacker would do it to itself. On slices the norm
+is that of all that the client holds, and the mean of a scalar is that of those who hold it.
+"""
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.averaging.aggregators import Cell, mean
+from fedloom.platform.settings import POSITIVE
+
+
+def norm_bound(cell: Cell, *, bound: Annotated[float, POSITIVE, "norm_bound: the largest norm of a change"]) -> Tensor:
+    """The weighted mean of the changes, each shortened to the bound where it is longer."""
+    factors_n = (bound / cell.norms_n).clamp(max=1)  # of a change of 0 it is infinity, so that 1 is left
+    if bool((factors_n == 1).all()):
+        return mean(cell)
+    shares_n = cell.weights_n / cell.weights_n.sum() * factors_n.to(cell.weights_n.dtype)
+    return cell.old + torch.einsum("n,n...->...", shares_n, cell.values_n - cell.old)

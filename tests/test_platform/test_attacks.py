@@ -1,0 +1,188 @@
+"""Attackers: who they are, what they train on and send, and runs with them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.experiments.runs.configuration import compose_config
+from fedloom.platform.averaging.attacks import (
+    Alie,
+    Attack,
+    Attackers,
+    Collusion,
+    Gaussian,
+    InnerProduct,
+    LabelFlip,
+    SignFlip,
+    largest_deviation,
+)
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.averaging.processors import Message, ServerContext, Traffic
+from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.world import drawn_attackers
+from fedloom.platform.runs.run import make_serial, start_run
+from fedloom.platform.spaces.slices import Slice
+
+TINY = (
+    *("experiment=fedavg_digits", "tiers.paths=200", "data.num_clients=10", "method.train.rounds=2"),
+    *("method.train.clients_per_round=6", "method.train.epochs=1", "method.train.evaluate_every=1"),
+    *("space.stem_channels=4", "executor.kind=serial", "data.train_samples=300", "executor.chunk_size=2"),
+)
+
+
+def test_attackers_are_a_share_of_the_clients_whatever_the_attack() -> None:
+    drawn = drawn_attackers(0.26, 10, seed=1)
+    assert len(drawn) == 3
+    assert drawn <= set(range(10))
+    assert drawn == drawn_attackers(0.26, 10, seed=1) != drawn_attackers(0.26, 10, seed=3)
+    assert drawn_attackers(0.0, 10, seed=1) == frozenset()
+
+
+def test_labels_in_reverse_order() -> None:
+    flipped = Attackers(LabelFlip(), frozenset({3}))
+    labels = torch.tensor([0, 2, -100, 9])
+    assert flipped.on_labels(3, labels, 10).tolist() == [9, 7, -100, 0]
+    assert flipped.on_labels(4, labels, 10) is labels
+
+
+def sent(attack: Attack, client_id: int = 3) -> tuple[Tensor, Tensor]:
+    """What client 3, an attacker, or another sends of a parameter and a buffer that it has trained."""
+    tensors = {"w": torch.tensor([1.5, 0.0]), "mean": torch.tensor([5.0])}
+    update = Update(tensors, {name: Slice(name) for name in tensors}, dict.fromkeys(tensors, 1.0))
+    received = {"w": torch.tensor([1.0, 1.0]), "mean": torch.tensor([4.0])}
+    message = Message(client_id, update, received, ("w",), Traffic(12, 12, 2))
+    after = Attackers(attack, frozenset({3}), seed=7, places=("train", 1)).on_client(message).update
+    return after.tensors["w"], after.tensors["mean"]
+
+
+def test_a_change_with_its_sign_flipped() -> None:
+    weight, statistic = sent(SignFlip(scale=2.0))
+    assert weight.tolist() == [0.0, 3.0]  # 1 - 2 * .5, 1 + 2 * 1
+    assert statistic.tolist() == [5.0]
+    assert sent(SignFlip(), client_id=4)[0].tolist() == [1.5, 0.0]
+
+
+def test_noise_instead_of_a_change_comes_from_the_clients_stream() -> None:
+    small, large = sent(Gaussian(deviation=0.5))[0] - 1, sent(Gaussian(deviation=1.0))[0] - 1
+    torch.testing.assert_close(2 * small, large)
+    assert large.abs().min() > 0
+
+
+def test_alie_stays_where_enough_honest_clients_are_further_away() -> None:
+    # 50 clients, 12 of them attackers: 26 - 12 = 14 supporters, (50 - 12 - 14) / (50 - 12) = .6316 (Baruch et al., 4)
+    assert largest_deviation(50, 12) == pytest.approx(0.336, abs=0.001)
+    assert largest_deviation(10, 6) == 0.0
+    changes = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
+    about = Collusion(changes, clients=50, attackers=12)
+    torch.testing.assert_close(Alie().colluding(about), torch.tensor([2 + largest_deviation(50, 12), 0.0]))
+    assert Alie(z=1.5).colluding(about).tolist() == [3.5, 0.0]
+    assert InnerProduct(epsilon=0.5).colluding(about).tolist() == [-1.0, 0.0]
+
+
+def test_colluders_that_hold_different_slices_agree_where_both_hold_a_scalar() -> None:
+    def update(values: list[float], start: int) -> Update:
+        tensors = {"part": torch.tensor(values), "mean": torch.tensor([2.0])}
+        slices = {"part": Slice("w", ((start, start + len(values)),)), "mean": Slice("mean")}
+        return Update(tensors, slices, {"part": 1.0, "mean": 1.0})
+
+    old = {"w": torch.ones(4), "mean": torch.zeros(1)}
+    context = ServerContext("train", 0, 7, old, {}, 1, parameters={"w"})
+    updates = {1: update([2.0, 3.0], 0), 5: update([9.0], 3), 8: update([5.0, 7.0, 0.0], 1)}
+    colluding = Attackers(InnerProduct(epsilon=1.0), frozenset({1, 8}), needs_updates=True)
+    after = colluding.on_updates(updates, context)
+    assert [*after] == [1, 5, 8]
+    assert after[1].tensors["part"].tolist() == [0.0, -2.0]  # 1 - 1, 1 - (2 + 4) / 2
+    assert after[8].tensors["part"].tolist() == [-2.0, -5.0, 2.0]
+    assert after[5] is updates[5]
+    assert after[1].tensors["mean"].tolist() == [2.0]
+    assert updates[1].tensors["part"].tolist() == [2.0, 3.0]
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def trained(config: RunConfig) -> dict[str, pd.DataFrame]:
+    run_id = start_run(config, make_serial)
+    tables = {name: pd.read_parquet(Path(config.results) / name) for name in ("clients", "evaluations")}
+    return {name: table[table["run_id"] == run_id] for name, table in tables.items()}
+
+
+def scores(tables: dict[str, pd.DataFrame]) -> list[float]:
+    return [float(value) for value in tables["evaluations"]["value"]]
+
+
+@pytest.mark.parametrize("attack", ["label_flip", "sign_flip", "gaussian", "alie", "inner_product"])
+def test_attacks_on_the_mean_and_on_a_median(attack: str, tmp_path: Path) -> None:
+    def run(*changes: str) -> dict[str, pd.DataFrame]:
+        return trained(compose_config([*TINY, f"results={tmp_path}", *changes]))
+
+    attacked = run("attack.share=0.4", f"attack.name={attack}")
+    rows = attacked["clients"]
+    rows = rows[rows["client_id"].notna()]
+    assert set(rows.loc[rows["attacker"], "client_id"]) <= drawn_attackers(0.4, 10, seed=1)
+    assert 0 < rows["attacker"].mean() < 1
+    assert all(math.isfinite(value) for value in scores(attacked))
+    again = run("attack.share=0.4", f"attack.name={attack}", "executor.chunk_size=1", "method.train.aggregator=median")
+    other = run("attack.share=0.4", f"attack.name={attack}", "executor.chunk_size=6", "method.train.aggregator=median")
+    assert scores(again) == scores(other) != scores(attacked)
+
+
+def test_labels_are_flipped_in_stacks_as_in_single_clients(tmp_path: Path) -> None:
+    def losses(*changes: str) -> Tensor:
+        config = compose_config([*TINY, f"results={tmp_path}", "method.train.rounds=1", *changes])
+        return torch.tensor(trained(config)["clients"]["loss"].dropna().tolist())
+
+    flipped = ("attack.share=0.5", "attack.name=label_flip", "executor.chunk_size=6")
+    stacked, alone = losses(*flipped, "executor.stack_clients=6"), losses(*flipped, "executor.stack_clients=off")
+    torch.testing.assert_close(stacked, alone, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(stacked, losses("executor.chunk_size=6", "executor.stack_clients=6"), rtol=1e-2)
+
+
+def test_attackers_of_a_supernet_send_slices(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config()
+    train = replace(config.method.train, rounds=2, clients_per_round=6, min_contributors=1, aggregator="rfa")
+    attack = replace(config.attack, share=0.3, name="alie", options={"z": 1.0})
+    tables = trained(replace(config, attack=attack, method=replace(config.method, train=train)))
+    assert tables["clients"]["attacker"].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (("attack.share=0.2", "attack.name=alei"), "unknown attack 'alei'.*did you mean 'alie'"),
+        (("attack.share=1.0",), r"attack.share=1.0.*below 1"),
+        (("attack.share=0.2", "attack.options.scale=0"), r"attack.options.scale.*greater than 0"),
+        (("attack.share=0.2", "attack.options.z=1"), r"attack.options.z: not an option of attack sign_flip"),
+        (
+            ("attack.share=0.2", "attack.name=alie", "method.train.privacy.secure=true"),
+            r"attack.name=alie needs every single update, and method.train.privacy leaves sums alone",
+        ),
+        (
+            ("attack.share=0.2", "attack.name=alie", "method.train.weighting=fedavg_whole"),
+            r"method.train.weighting=fedavg_whole counts clients that do not hold a scalar",
+        ),
+        (
+            ("method.train.aggregator=bulyan", "method.train.clients_per_round=2"),
+            r"method.train.aggregator=bulyan needs more than the 2 clients of a round",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(changes: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=problem):
+        start_run(compose_config([*TINY, f"results={tmp_path}", *changes]), make_serial)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_methods_whose_clients_do_more_than_train_one_network_refuse_attackers(tmp_path: Path) -> None:
+    silos: list[Any] = ["method=ditto", "data.num_clients=4", "tiers.paths=100", "tiers.count=1"]
+    config = compose_config([*silos, "executor.kind=serial", f"results={tmp_path}", "attack.share=0.5"])
+    with pytest.raises(ValueError, match=r"attack.share=0.5: the clients of ditto know no attacks"):
+        start_run(config, make_serial)
