@@ -62,6 +62,7 @@ IMAGES: Mapping[str, Any] = {"input_shape": [1, 8, 8], "num_classes": 3}
 CNN = {**IMAGES, "stem_channels": 4, "stage_layers": [1, 2], "stage_strides": [2, 2], "operators": TINY_OPERATORS}
 STAGES = {"stem_channels": 8, "stage_widths": [8, 16], "stage_strides": [1, 2], "depths": [1, 1]}
 ELASTIC = {**IMAGES, **STAGES, "expansions": [0.5, 1.0]}
+DEEP = {**IMAGES, "stage_widths": [4, 6], "stage_layers": [1, 2], "stage_strides": [1, 2]}
 CELLS = {**IMAGES, "channels": 4, "cells": 3, "nodes": 1}
 FORMER: Mapping[str, Any] = {"embedding_size": 6, "attention_heads": 3, "mlp_ratio": 2.0, "blocks": [1, 2]}
 VIT = {**FORMER, **IMAGES, "patch_size": 4}
@@ -94,15 +95,9 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "cnn_split": {**IMAGES, "stage_widths": [6, 9], "widths": [0.5, 1.0]},
     "resnet_split": {**IMAGES, "stem_channels": 4, "widths": [0.5, 1.0]},
     "split": {**IMAGES, "widths": [0.5, 1.0], "options": {"network": f"{__name__}:perceptron"}},
-    "cnn_depth": {**IMAGES, "stage_widths": [4, 6], "stage_layers": [1, 2], "stage_strides": [1, 2]},
+    "cnn_depth": DEEP,
     "resnet_depth": {**IMAGES, "stem_channels": 4},
-    "cnn_scaled": {
-        **IMAGES,
-        "stage_widths": [4, 6],
-        "stage_layers": [1, 2],
-        "stage_strides": [1, 2],
-        "widths": [0.5, 1.0],
-    },
+    "cnn_scaled": {**DEEP, "widths": [0.5, 1.0]},
     "resnet_scaled": {**IMAGES, "stem_channels": 4, "widths": [0.4, 0.6, 0.8, 1.0]},
     "vit_elastic": {**VIT, "head_shares": [0.5, 1.0], "expansions": [0.5, 1.0]},
     "gpt_elastic": {**GPT, "head_shares": [0.5, 1.0], "expansions": [0.5, 1.0]},
