@@ -45,6 +45,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "ditto",
             "per_fedavg",
             "pfedme",
+            "fedmask",
             "knn_per",
             "fedmn",
             "global_nas",

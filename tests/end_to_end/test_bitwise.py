@@ -104,7 +104,7 @@ def test_compiled_networks_give_the_same_bits_on_two_actors(
 
 COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "secure", "private"),
-    *("splitmix", "feddf", "pfedme"),
+    *("splitmix", "feddf", "pfedme", "fedmask"),
 )
 QUICK = ("scaffold", "private", "feddf")
 """Those with the most state and arithmetic, and with work of the server; of the others a round would show the same."""

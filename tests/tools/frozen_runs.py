@@ -115,6 +115,7 @@ RUNS: dict[str, list[str]] = {
                     "space.input_shape=[1,8,8]"],
     "per_fedavg": ["method=per_fedavg", *SILOS, *RESNET, *VALIDATED],
     "pfedme": ["experiment=pfedme_digits", *SILOS, "space.stage_widths=[4,8]", *VALIDATED],
+    "fedmask": ["experiment=fedmask_digits", *SILOS, "space.stage_widths=[4,8]", "space.norm=batch", *VALIDATED],
     "knn_per": ["method=knn_per", *SILOS, *RESNET],
     "fedmn": ["method=fedmn", *SILOS, *CELLS, "method.train.pretraining_rounds=1", *VALIDATED],
     "global_nas": ["method=global_nas", *SILOS, *CELLS, *SEARCH],
