@@ -54,6 +54,7 @@ METHODS: Mapping[str, Method] = Shipped(
             "apfl",
             "fedproto",
             "pfedme",
+            "fedmask",
             "knn_per",
             "fedmn",
             "global_nas",

@@ -165,6 +165,7 @@ COMPARED = {
         *(o for o in TINY_WIDTHS if "bounds" not in o),
         "tiers.upper_bounds=[5000,10000,14000,20000]",
     ],
+    "fedmask": ["experiment=fedmask_digits", *TINY_SMALL_SILOS, "space.norm=batch", "method.train.kept=0.6"],
     "pfedme": ["experiment=pfedme_digits", *TINY_SMALL_SILOS, "method.train.beta=2"],
     "depthfl": [
         "experiment=depthfl_digits",
@@ -245,7 +246,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def empty_tables(family: str) -> tuple[str, ...]:
     """The tables that a family's runs write nothing to."""
-    if family == "pfedme":
+    if family in ("pfedme", "fedmask"):
         return ("candidates", "models")
     if family in COMPARED:
         return () if family == "private" else ("candidates",)

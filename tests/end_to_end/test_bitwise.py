@@ -105,7 +105,7 @@ def test_compiled_networks_give_the_same_bits_on_two_actors(
 COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "scalefl"),
     *("hetlora", "flexlora", "flora"),
-    *("splitmix", "feddf", "pfedme", "ofa", "transformers", "secure", "private"),
+    *("splitmix", "feddf", "pfedme", "fedmask", "ofa", "transformers", "secure", "private"),
     *("robust", "compressed", "personal_layers", "apfl", "fedproto"),
 )
 QUICK = ("scaffold", "private", "robust", "feddf")

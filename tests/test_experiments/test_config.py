@@ -262,6 +262,8 @@ PUBLIC = {
     ),
     "FailuresConfig": "policy attempts max_share actor_attempts",
     "FedAvgConfig": "name architecture tier train evaluate evaluation",
+    "FedMaskConfig": "name train",
+    "FedMaskTrainingConfig": "score kept masked schedule weighting",
     "FedDFConfig": "name architectures train distillation evaluation",
     "FedMnConfig": "name train adapt",
     "FedMnTrainingConfig": "pretraining_rounds router_lr temperature",

@@ -24,6 +24,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import knn_per
 from fedloom.platform.methods.ditto import DittoConfig, DittoTrainingConfig
+from fedloom.platform.methods.fedmask import FedMaskConfig
 from fedloom.platform.methods.knn_per import KnnPerConfig, ScoreNearest, best_share, nearest_labels, score_of
 from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
 from fedloom.platform.methods.per_fedavg import InnerStepsConfig, PerFedAvgConfig, PerFedAvgTrainingConfig
@@ -293,6 +294,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "ditto": DittoConfig,
     "per_fedavg": PerFedAvgConfig,
     "pfedme": PFedMeConfig,
+    "fedmask": FedMaskConfig,
     "knn_per": KnnPerConfig,
 }
 
@@ -314,7 +316,8 @@ def test_validation_data_is_trained_on_or_scored_on_and_never_both(
     rows = memory.table("evaluations")
     scored = rows[(rows.split == "validation") & (rows.metric == "accuracy")]
     assert len(scored) == (0 if use_validation else 6)
-    assert set(scored.model) == (set() if use_validation else {"personal" if name in ("ditto", "pfedme") else "global"})
+    model = "personal" if name in ("ditto", "pfedme", "fedmask") else "global"
+    assert set(scored.model) == (set() if use_validation else {model})
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

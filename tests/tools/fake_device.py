@@ -46,7 +46,7 @@ ROOT = str(Path(__file__).parents[2])
 
 FAMILIES = (
     *("fedoras", "superfednas", "spider", "fedpnas", "ditto", "knn_per", "depthfl", "fedavg_secure", "scaffold"),
-    *("superfednas_shakespeare", "heterofl", "superfednas_vit", "pfedme", "splitmix", "feddf"),
+    *("superfednas_shakespeare", "heterofl", "superfednas_vit", "pfedme", "splitmix", "feddf", "fedmask"),
     *("multi_stage", "fedmn", "fedavg_private", "fedoras_tasks", "milenas", "fednas", "per_fedavg", "local_adaptation"),
     *("global_nas", "zerofl", "feddyn", "ofa", "scalefl"),
 )

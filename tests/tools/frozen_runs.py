@@ -130,6 +130,7 @@ RUNS: dict[str, list[str]] = {
                     "space.input_shape=[1,8,8]"],
     "per_fedavg": ["method=per_fedavg", *SILOS, *RESNET, *VALIDATED],
     "pfedme": ["experiment=pfedme_digits", *SILOS, "space.stage_widths=[4,8]", *VALIDATED],
+    "fedmask": ["experiment=fedmask_digits", *SILOS, "space.stage_widths=[4,8]", "space.norm=batch", *VALIDATED],
     "knn_per": ["method=knn_per", *SILOS, *RESNET],
     **{name: [f"experiment={name}_digits", *PERSONAL] for name in ("fedper", "lg_fedavg", "fedbn", "apfl", "fedproto")},
     "fedrep": ["experiment=fedrep_digits", *PERSONAL, "method.train.epochs=2", "method.train.personal_epochs=1"],

@@ -75,6 +75,10 @@ SILO_CASES = {
         ["experiment=pfedme_digits", "executor.kind=serial", "method.train.local_rule=fedprox"],
         r"method.train.local_rule=fedprox: pfedme has rules of its own .*; use sgd",
     ),
+    "masks of no layer": (
+        ["experiment=fedmask_digits", "executor.kind=serial", "method.train.masked=[head]"],
+        r"method.train.masked: no weight of cnn_width .* begins with 'head': they are 0.weight, 3.weight,",
+    ),
     "no neighbours": (["method=knn_per", *FIXED, "method.neighbours=0"], r"method.neighbours=0"),
     "more pre-training than training": (
         ["method=fedmn", "space.name=darts_s2_small", *FIXED, "method.train.rounds=4"],
