@@ -77,7 +77,7 @@ SILO_CASES = {
     ),
     "masks of no layer": (
         ["experiment=fedmask_digits", "executor.kind=serial", "method.train.masked=[head]"],
-        r"method.train.masked: no weight of cnn_width .* begins with 'head': they are 0.weight, 3.weight,",
+        r"method.train.masked: no weight of cnn_width .* begins with 'head': they are 0.weight, 4.weight,",
     ),
     "no neighbours": (["method=knn_per", *FIXED, "method.neighbours=0"], r"method.neighbours=0"),
     "more pre-training than training": (
