@@ -1,4 +1,4 @@
-"""FedMask: silos learn which weights of a frozen network to use, and send bits (Li et al. 2021, Sec. 4).
+"""FedMask: silos learn which weights of a frozen network to use, and send bits (Li et al. 2021).
 
     server, once:           sends the network's random initial weights w, which nobody ever changes
     in every round, silo i: trains real scores s_i of the masked weights: forwards with w * m_i, m_i = 1 where s_i >= 0,
@@ -244,7 +244,8 @@ def majority_of(bits: Tensor, keeps: Tensor, silos: int) -> Tensor:
 def stages(config: FedMaskConfig, world: World) -> list[Stage]:
     """Training of the masks, then the evaluation of every silo's masked network."""
     train, rules = config.train, checked_silos(world, config.train)
-    for name, allowed in (("local_rule", "sgd"), ("server", "replace"), ("weighting", "plain"), ("aggregator", "mean")):
+    fixed = {"local_rule": "sgd", "server": "replace", "weighting": "plain", "aggregator": "mean", "min_contributors": 1}
+    for name, allowed in fixed.items():
         if getattr(train, name) != allowed:
             raise ValueError(
                 f"method.train.{name}={shown(getattr(train, name))}: fedmask's silos send bits, which are counted; use "

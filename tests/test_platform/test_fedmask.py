@@ -161,4 +161,5 @@ def test_what_it_cannot_do_is_refused_in_one_line(mask_config: Make, refused: Ca
         "method.train.masked: no weight of cnn_width of two or more dimensions begins with 'head': they are 0.weight, "
         "4.weight, 9.weight"
     )
+    assert refused(mask_config(min_contributors=2)) == f"method.train.min_contributors=2: {rest} 1"
     assert refused(mask_config(kept=0.0)) == "method.train.kept=0.0: must be above 0 and at most 1"
