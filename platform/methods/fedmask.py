@@ -244,7 +244,13 @@ def majority_of(bits: Tensor, keeps: Tensor, silos: int) -> Tensor:
 def stages(config: FedMaskConfig, world: World) -> list[Stage]:
     """Training of the masks, then the evaluation of every silo's masked network."""
     train, rules = config.train, checked_silos(world, config.train)
-    fixed = {"local_rule": "sgd", "server": "replace", "weighting": "plain", "aggregator": "mean", "min_contributors": 1}
+    fixed = {
+        "local_rule": "sgd",
+        "server": "replace",
+        "weighting": "plain",
+        "aggregator": "mean",
+        "min_contributors": 1,
+    }
     for name, allowed in fixed.items():
         if getattr(train, name) != allowed:
             raise ValueError(

@@ -140,4 +140,5 @@ def test_a_process_keeps_the_memory_that_a_step_frees() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     page_faults()
-    assert page_faults() < 1000, "100 MB have 24 000 pages"
+    # In the memory of a process that has run other tests one of the ten may find no room, and begin anew.
+    assert page_faults() < 6000, "100 MB have 24 000 pages"
