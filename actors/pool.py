@@ -76,6 +76,8 @@ class Job:
     """Results of the clients that ran too long, by index in the chunk."""
     nodes: set[str] = field(default_factory=set)
     """Ids of the nodes on which actors ended during this job."""
+    alone: bool = False
+    """Whether its next attempt has no other job behind it: an actor died that had one, perhaps of that other job."""
     fallback: str | None = None
     """Why its clients are trained one by one although a stack was planned."""
 
@@ -146,6 +148,8 @@ class Attempt:
     """Time of the last request for the position, on the monotonic clock."""
     position: int = 0
     """Index in `job.left` of that client, as last reported by the actor."""
+    followed: bool = False
+    """Whether the actor has another job, which it begins before this one's result has arrived."""
     sums: Any = None
     """The reference of the job's sums, if they are added to others before they are sent."""
     named_after_s: float = 0.0
@@ -355,7 +359,7 @@ class ActorPool:
             # first.
             at_work = [member for member in self.actors.members if member.jobs and member.group.name == group]
             for member in at_work if len(jobs) > len(at_work) else ():
-                if len(member.jobs) == 1:
+                if len(member.jobs) == 1 and not work.running[member.jobs[0]].job.alone:
                     self._send(work, jobs, member)
 
     def _send(self, work: Work, jobs: deque[Job], member: Member) -> None:
@@ -370,7 +374,9 @@ class ActorPool:
         else:
             reference = member.actor.run_chunk.remote(chunk, [work.weights], work.version)
         now_s = time.monotonic()
-        since_s = math.inf if member.jobs else now_s
+        since_s = now_s
+        if member.jobs:
+            since_s, work.running[member.jobs[0]].followed = math.inf, True
         member.sent += 1
         member.jobs.append(reference)
         work.running[reference] = Attempt(job, member, member.sent, since_s, looked_s=now_s, sums=sums)
@@ -515,9 +521,10 @@ class ActorPool:
         who = ", ".join(named_client(a) for a in job.chunk.assignments)
         where = f"node {about.node} (pid {about.pid})"
         logger.warning("a client actor on %s ended while it worked on %s: %s", where, who, cause, exc_info=error)
-        if self.actors.replace_lost(member) and about.node_id in job.nodes:
-            # Both actors of the job were on the same lost node: the loss counts as one attempt.
+        counted = self.actors.replace_lost(member) and about.node_id in job.nodes  # both actors were on one lost node
+        if counted or attempt.followed:
             job.attempts -= 1
+        job.alone |= attempt.followed
         job.nodes.add(about.node_id)
         if job.attempts < self.actor_attempts:
             work.waiting[member.group.name].appendleft(job)

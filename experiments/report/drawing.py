@@ -48,6 +48,8 @@ LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
 
 DPI = 160
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
 PDF_FONTS = 42
 """Text embedded as TrueType, Type 42; conferences reject matplotlib's default, Type 3."""
 
@@ -345,10 +347,14 @@ def _may_fork() -> bool:
 
 
 def _asked(copies: ProcessPoolExecutor, figure: Figure) -> Future[Images] | None:
+    # The first call makes the copies; an interrupt reaches none before `_begin_copy`, or it would print a traceback.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         return copies.submit(draw, figure)
     except (BrokenProcessPool, OSError):  # a copy died, or the system has no room for another process
         return None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _answered(answer: Future[Images] | None, figure: Figure) -> Images:
@@ -360,8 +366,9 @@ def _answered(answer: Future[Images] | None, figure: Figure) -> Images:
 
 def _begin_copy() -> None:
     """Lets a copy end in silence: with its command, whether that is killed or interrupted together with its copies."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for interrupt in INTERRUPTS:
+        signal.signal(interrupt, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
     threading.Thread(target=_end_with_command, daemon=True).start()
 
 

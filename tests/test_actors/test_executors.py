@@ -299,7 +299,7 @@ def test_a_chunk_that_waits_at_an_actor_is_neither_late_nor_blamed_for_its_end(
         (tmp_path / name).mkdir()
     dying = [DiesTwice(str(tmp_path / name)) for name in ("first", "second")]
     naps = [Adds(1.0, nap_s=1.0), Adds(2.0, nap_s=60.0), Adds(3.0, nap_s=1.0), Adds(4.0)]
-    pool = ActorPool(spec, [ActorGroup("clients", 1, 0.0, 0.0)], client_timeout_s=1.9)
+    pool = ActorPool(spec, [ActorGroup("clients", 1, 0.0, 0.0)], actor_attempts=2, client_timeout_s=1.9)
     try:
         results = pool.run(make_chunks(planned([*dying, *naps]), 1), SharedWeights(OLD, "w"))
         assert [len(member.jobs) for member in pool.actors.members] == [2], "it has its next chunk already"
