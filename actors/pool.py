@@ -19,6 +19,7 @@ from fedloom.platform.clients.execution import (
     SLOW_S,
     Chunk,
     ChunkResult,
+    Executor,
     SharedWeights,
     at_work_for,
     named_client,
@@ -163,14 +164,14 @@ class Attempt:
 
 @dataclass
 class Work:
-    """One call of `ActorPool.run`: the shared weights, and the jobs that wait, run and have finished.
+    """One call of `ActorPool.run`: the shared weights by version, and the jobs that wait, run and have finished.
 
     `waiting` holds the jobs of every group in the order in which they start, `running` is by the reference of the
     result, `finished` has the results that have not been yielded, by index in the plan. `blocks` is empty if every
     chunk's sums are sent alone; `adding` has blocks and who adds their sums, by the reference of the sum.
     """
 
-    weights: Any
+    weights: dict[str, Any]
     version: str
     waiting: dict[str, deque[Job]]
     blocks: list[Block] = field(default_factory=list)
@@ -196,7 +197,7 @@ def in_balance(jobs: Sequence[Job], actors: int) -> deque[Job]:
     return deque([*jobs[:start], *sorted(jobs[start:], key=lambda job: -job.chunk.samples)])
 
 
-class ActorPool:
+class ActorPool(Executor):
     """An `Executor` that runs chunks on client actors and yields results in the order of the plan.
 
     Args:
@@ -231,7 +232,7 @@ class ActorPool:
         self.sum_chunks, self.wait_s = sum_chunks, wait_s
         self.actors = ActorSet(spec, resident, run_id)
         self._waiting: dict[str, deque[Job]] = {}
-        self._shared: tuple[str, Any] | None = None
+        self._shared = dict[str, Any]()
         self._down_since_s: dict[str, float] = {}
         self._nodes, self._joined = set(free_rooms()), Rooms()
         self._looked_s = time.monotonic()
@@ -277,12 +278,12 @@ class ActorPool:
         )
 
     def run(self, chunks: Sequence[Chunk], weights: SharedWeights) -> Iterator[ChunkResult]:
-        reference = self._share(weights)
+        references = self._share(weights)
         jobs: dict[str, list[Job]] = {}
         for index, chunk in enumerate(chunks):
             jobs.setdefault(self._group_of(chunk), []).append(Job(index, chunk))
         waiting = {name: in_balance(of_group, self.groups[name].actors) for name, of_group in jobs.items()}
-        work = Work(reference, weights.version, waiting)
+        work = Work(references, weights.version, waiting)
         if self.sum_chunks > 1 and not any(chunk.keeps_updates for chunk in chunks):
             starts = range(0, len(chunks), self.sum_chunks)
             work.blocks = [Block(range(start, min(start + self.sum_chunks, len(chunks)))) for start in starts]
@@ -303,6 +304,10 @@ class ActorPool:
                 self._give_up_groups(work)
             yield work.finished.pop(index)
 
+    @property
+    def lanes(self) -> int:
+        return max(1, len(self.actors.members))
+
     def clients_waiting(self) -> int:
         """Clients of the call in progress that no actor has begun; another thread may ask."""
         return sum(len(job.left) for jobs in self._waiting.values() for job in list(jobs))
@@ -310,15 +315,15 @@ class ActorPool:
     def close(self) -> None:
         """Ends all actors."""
         self.actors.close()
-        self._shared = None
+        self._shared.clear()
 
     # -- starting jobs and actors -------------------------------------------------------------------------------------
 
-    def _share(self, weights: SharedWeights) -> Any:
-        """The weights' reference in the object store, kept while the version is the same, as throughout a search."""
-        if self._shared is None or self._shared[0] != weights.version:
-            self._shared = (weights.version, ray.put(to_arrays(weights.tensors)))
-        return self._shared[1]
+    def _share(self, weights: SharedWeights) -> dict[str, Any]:
+        """The weights' references in the object store by version, kept while they are read, as throughout a search."""
+        tensors = {**weights.older, weights.version: weights.tensors}
+        self._shared = {v: self._shared[v] if v in self._shared else ray.put(to_arrays(t)) for v, t in tensors.items()}
+        return self._shared
 
     def _group_of(self, chunk: Chunk) -> str:
         if self.resident:
@@ -367,12 +372,12 @@ class ActorPool:
         job = self._next_job(work, jobs, member.answered.node_id)
         job.attempts += 1
         chunk = replace(job.chunk, assignments=tuple(job.chunk.assignments[i] for i in job.left))
-        sums = None
+        sums, version = None, chunk.version or work.version
         if work.blocks:
             call = member.actor.run_part.options(num_returns=2)
-            reference, sums = call.remote(chunk, [work.weights], work.version)
+            reference, sums = call.remote(chunk, [work.weights[version]], version)
         else:
-            reference = member.actor.run_chunk.remote(chunk, [work.weights], work.version)
+            reference = member.actor.run_chunk.remote(chunk, [work.weights[version]], version)
         now_s = time.monotonic()
         since_s = now_s
         if member.jobs:

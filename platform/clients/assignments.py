@@ -95,7 +95,11 @@ class ClientResult:
         "time on its simulated device; if that dropped out: how long the server waited for it", 0.0
     )
     peak_memory_bytes: int | None = _column("largest memory of its work", of_time=True)
-    status: str = _column("ok, failed, dropped (the device dropped out) or timed_out (after the deadline)", "ok")
+    status: str = _column(
+        "ok, failed, dropped (the device dropped out), timed_out (after the deadline), over_selected (others were "
+        "faster) or stale (too old)",
+        "ok",
+    )
     error: str = _column("the cause, unless it is ok", "")
     traceback: str | None = _column("where it failed in the code", of_time=True)
     selection_reason: str = _column("why it was selected", "")
@@ -110,6 +114,13 @@ class ClientResult:
     )
     fallback: str | None = _column(
         "why it was not trained as planned, in a stack or by a compiled network, so that rounding differs; else null"
+    )
+    start_round: int | None = _column(
+        "the round whose weights it received; null where every round waits for its clients"
+    )
+    staleness: int | None = _column("rounds that ended while it worked, if answers may be that old; else null")
+    ended_s: float | None = _column(
+        "simulated time of the run at which it answered or was lost; null where every round waits for its clients"
     )
     update: Update | None = None
     measurements: tuple[Measurement, ...] = ()
@@ -167,6 +178,14 @@ class Assignment:
     state: ClientState | None = None
     train_samples: int = 0
     """The client's training samples, by which executors guess how long its work takes."""
+    reads: str | None = None
+    """The tensor group that it received in an earlier round; None: the round's own."""
+    staleness: int | None = None
+    """Rounds that have ended since, if that may be any."""
+    ended_s: float | None = None
+    """When it answers or is lost, where that decides who is waited for."""
+    ignored: tuple[str, str] | None = None
+    """The status of a client that works for nothing, and why; None if its answer counts."""
     expected_macs: float = 0.0
     """MACs that the plan expects of work that cannot be counted; a training step is three times its forward pass."""
 

@@ -46,6 +46,8 @@ class Chunk:
     """The number of clients that are trained as one batch if their tasks allow it."""
     keeps_updates: bool = False
     """Whether its updates are returned one by one, and not their sums."""
+    version: str | None = None
+    """The version of the weights that it reads; None: the round's own."""
 
     @property
     def samples(self) -> int:
@@ -63,10 +65,20 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The tensors that all assignments of a round read; `version` changes whenever the tensors do."""
+    """The tensors that a round's assignments read; `version` changes whenever the tensors do.
+
+    `older` are those of other versions, which the chunks read that name them.
+    """
 
     tensors: Weights
     version: str
+    older: Mapping[str, Weights] = field(default_factory=dict)
+
+    def read_by(self, chunk: Chunk) -> "SharedWeights":
+        """The tensors that a chunk reads."""
+        if chunk.version is None:
+            return self
+        return SharedWeights(self.older[chunk.version], chunk.version)
 
 
 OUT_OF_MEMORY = (
@@ -85,6 +97,11 @@ class Executor(Protocol):
         do other work meanwhile.
         """
         ...
+
+    @property
+    def lanes(self) -> int:
+        """How many chunks it works on at a time."""
+        return 1
 
     def close(self) -> None:
         """Releases workers and memory; a closed executor must not be used again."""
@@ -216,6 +233,8 @@ def run_assignment(
             if assignment.dropped:
                 waited_s = _waited_for_s(worker, assignment, weights.tensors)
                 return nothing_done("dropped", assignment.dropped, simulated_s=waited_s, **about)
+            if assignment.ignored is not None:
+                return replace(_ignored(worker, assignment, *assignment.ignored), attempts=attempt, **about)
             return replace(_attempt(worker, assignment, weights, sums), attempts=attempt, **about)
         except BaseException as error:
             if ends_process(error):
@@ -261,7 +280,7 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     with worker.data.reading_test() if assignment.reads_test else nullcontext():
         result = assignment.task.run(worker, assignment, weights.tensors)
     worked = time.perf_counter()
-    simulated_s = _simulated_s(assignment, result)
+    simulated_s = simulated_time_s(assignment, result)
     late = assignment.deadline_s is not None and simulated_s > assignment.deadline_s
     if result.update is not None and not late:
         broken = first_not_finite(result.update.tensors)
@@ -287,6 +306,20 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     return replace(done, status="timed_out", error=error, bytes_up=0, measurements=())
 
 
+def _ignored(worker: Worker, assignment: Assignment, status: str, why: str) -> ClientResult:
+    """The result of a client that works for nothing: its costs, without the work."""
+    assert isinstance(assignment.task, AccountableTask), "it was counted to know when it ends"
+    counted = assignment.task.account(worker, assignment)
+    simulated_s = simulated_time_s(assignment, counted)
+    return replace(counted, status=status, error=why, wall_s=0.0, peak_memory_bytes=0, simulated_s=simulated_s)
+
+
+def expected_s(worker: Worker, assignment: Assignment) -> float:
+    """Simulated seconds of a client's work, before it is done."""
+    assert isinstance(assignment.task, AccountableTask), "who asks has checked it"
+    return simulated_time_s(assignment, assignment.task.account(worker, assignment))
+
+
 def _waited_for_s(worker: Worker, assignment: Assignment, weights: Weights) -> float:
     """Simulated seconds until the server gives up a device that has dropped out, of which nobody notifies it.
 
@@ -298,14 +331,15 @@ def _waited_for_s(worker: Worker, assignment: Assignment, weights: Weights) -> f
         return assignment.deadline_s
     if isinstance(assignment.task, AccountableTask):
         try:
-            return _simulated_s(assignment, assignment.task.account(worker, assignment))
+            return expected_s(worker, assignment)
         except Exception as error:  # noqa: BLE001 - the code of a plug-in may fail in any way
             check_device(error)
     size = bytes_of(weights)
     return client_time_s(assignment.profile, assignment.expected_macs, size, size, factor=1.0)
 
 
-def _simulated_s(assignment: Assignment, result: ClientResult) -> float:
+def simulated_time_s(assignment: Assignment, result: ClientResult) -> float:
+    """Seconds on the assignment's simulated device; 0 for work of the server."""
     if assignment.client_id is None:
         return 0.0
     weighed = result.clock_factor * (result.macs - result.forward_macs) + EVALUATION_FACTOR * result.forward_macs
@@ -363,7 +397,7 @@ class _SlowClients(threading.Thread):
         self._ended.set()
 
 
-class SerialExecutor:
+class SerialExecutor(Executor):
     """Runs all chunks in this process, one after the other, without Ray; easy to debug.
 
     `by_tier` has the workers of tiers whose clients are trained on another device than that of `worker`.
@@ -382,7 +416,8 @@ class SerialExecutor:
             for chunk in chunks:
                 runner = self._runners.get(chunk.tier, self._runner)
                 begins = partial(slow_clients.begins, chunk)
-                result = runner.run(chunk, weights.version, lambda: weights.tensors, begins)
+                read = weights.read_by(chunk)
+                result = runner.run(chunk, read.version, partial(getattr, read, "tensors"), begins)
                 slow_clients.at_work = None
                 yield result
         finally:

@@ -10,16 +10,24 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fedloom.platform.averaging.aggregators import MEAN, KeptUpdates
 from fedloom.platform.averaging.server import ServerRound
-from fedloom.platform.clients.assignments import Assignment, Evaluation, evaluations_of
+from fedloom.platform.clients.assignments import Assignment, Evaluation, client_of, evaluations_of
 from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.data.augment import check_augmentation, tried_samples
+from fedloom.platform.federation.asynchronous import (
+    AT_WORK,
+    BEGUN,
+    Answers,
+    Asynchronous,
+    received_before,
+    weights_of_round,
+)
 from fedloom.platform.federation.processing import Processing, Server
 from fedloom.platform.federation.selection import HISTORY, MEMORY, Selection, as_asked, for_client, for_server
 from fedloom.platform.federation.training_config import (
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
     from fedloom.platform.averaging.processors import Processors
     from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.clients.training import LocalSGD
+    from fedloom.platform.federation.selection import Cohort
     from fedloom.platform.federation.world import World
 
 logger = logging.getLogger(__name__)
@@ -134,6 +143,8 @@ class Plan:
     """The round's processors, which the server undoes in reverse."""
     keeps_updates: bool = False
     """Whether the server gets every single update, for an aggregator that compares clients."""
+    answers: Answers | None = None
+    """The round's first answers, if others are not waited for."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +226,14 @@ class Round:
     local: LocalSGD
     rules: Rules
     scored: bool
+
+
+class BegunRound(NamedTuple):
+    """The work of a round's clients in plan order, the values of its schedules, and its processors."""
+
+    assignments: Sequence[Assignment]
+    schedules: Mapping[str, float]
+    processors: Processors
 
 
 @dataclass(frozen=True)
@@ -303,7 +322,11 @@ class TrainingStage:
         )
         self.processing = Processing(world, config, self.rules, name, self.population, self.server.parameters)
         self.keeps_updates = self.rules.aggregator.name != MEAN or self.processing.needs_updates
-        check_cohort(self.rules, self.cohort_size)
+        self.asynchronous = None
+        if config.asynchronous is not None or config.arrivals is not None:
+            self.asynchronous = Asynchronous(world, config, self.rules, self.cohort_size, self.group)
+        self.answers = self.cohort_size if self.asynchronous is None else self.asynchronous.arrivals
+        check_cohort(self.rules, self.answers)
         if len(self.population):
             self.selection.cohort(0, self.selection.begun())  # raises for wrong options before the run begins
 
@@ -316,7 +339,13 @@ class TrainingStage:
         if self.keeps_updates:
             logger.warning(
                 "%s: %s keeps every update of a round in the server's memory, up to %d times %.1f MB",
-                *(self.name, self._keeper, self.cohort_size, bytes_of(weights) / 1e6),
+                *(self.name, self._keeper, self.answers, bytes_of(weights) / 1e6),
+            )
+        if self.asynchronous is not None and self.asynchronous.most_versions:
+            logger.warning(
+                "%s: up to %d older weights of %.1f MB each stay in memory and in the checkpoint, while clients work "
+                "from them (max_staleness limits their number)",
+                *(self.name, self.asynchronous.most_versions, bytes_of(weights) / 1e6),
             )
         shared = {name: torch.zeros_like(weights[source]) for name, source in self.server.shared(weights).items()}
         begun = state.with_group(self.group, {**weights, **shared})
@@ -332,11 +361,50 @@ class TrainingStage:
         """Selects the cohort and assigns the clients' and the server's tasks."""
         from fedloom.platform.clients.stacks import clients_per_stack  # what only runs need
 
+        world, index, group = self.world, state.round, self._received_group(state)
+        answers: Answers | None = None
+        if self.asynchronous is None:
+            cohort = self.selection.cohort(index, state.data)
+            begun = self._begun(state, cohort)
+            assignments = begun.assignments
+        else:
+            size, busy = self.asynchronous.wanted(state.data, index)
+            cohort = self.selection.cohort(index, state.data, size, busy)
+            begun = self._begun(state, cohort)
+            assignments, answers = self.asynchronous.plan(
+                *(index, state.simulated_s, state.data, cohort), partial(self._begun_in, state, begun)
+            )
+            if self.asynchronous.rule is not None:
+                received = partial(self._received, state, group)
+                counted = self.asynchronous.counted(state.weights(self.group), received)
+                answers = replace(answers, counted=counted)
+        executor, local = world.config.executor, self._local_sgd(index)
+        tasks = [assignment.task for assignment in assignments]
+        stacked = "off" if executor.resident or self.config.asynchronous is not None else executor.stack_clients
+        stack = clients_per_stack(stacked, world.space, world.macs_table, tasks, local.batch_size)
+        self.warnings.before_round(tasks, stack)
+        of_server = [*self.beside(state), *(self.score(state) if self._is_due(index) else ())]
+        context = self.processing.context(index, state.weights(self.group), state.data)
+        return Plan(
+            [*assignments, *(for_server(self.name, index, task) for task in of_server)],
+            group,
+            {"lr": local.lr, **begun.schedules, **self.processing.schedules(context)},
+            stack=stack,
+            memory=cohort.memory or None,
+            processors=begun.processors,
+            keeps_updates=self.keeps_updates,
+            answers=answers,
+        )
+
+    def _is_due(self, index: int) -> bool:
+        """Whether the weights are scored before a round."""
+        return self.config.evaluate_every > 0 and index % self.config.evaluate_every == 0
+
+    def _begun(self, state: RunState, cohort: Cohort) -> BegunRound:
+        """The work of the clients that begin in a round, in plan order."""
         world, config, index = self.world, self.config, state.round
-        cohort = self.selection.cohort(index, state.data)
         client_ids = world.in_plan_order(cohort.client_ids)
-        due = config.evaluate_every > 0 and index % config.evaluate_every == 0
-        scored = due or (config.evaluate_every > 0 and index == config.rounds - 1)
+        scored = self._is_due(index) or (config.evaluate_every > 0 and index == config.rounds - 1)
         local = self._local_sgd(index)
         given = self.tasks(Round(world, self.name, index, state, client_ids, local, self.rules, scored))
         tasks: Sequence[Task] = [as_asked(t, cohort, c) for c, t in zip(client_ids, given.tasks, strict=True)]
@@ -347,20 +415,39 @@ class TrainingStage:
             for_client(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample)
             for c, task in zip(client_ids, tasks, strict=True)
         ]
-        executor = world.config.executor
-        stacked = "off" if executor.resident else executor.stack_clients
-        stack = clients_per_stack(stacked, world.space, world.macs_table, tasks, local.batch_size)
-        self.warnings.before_round(tasks, stack)
-        of_server = [*self.beside(state), *(self.score(state) if due else ())]
-        return Plan(
-            [*assignments, *(for_server(self.name, index, task) for task in of_server)],
-            self.sent_group if self.sent_group in state.groups else self.group,
-            {"lr": local.lr, **given.schedules, **self.processing.schedules(context)},
-            stack=stack,
-            memory=cohort.memory or None,
-            processors=processors,
-            keeps_updates=self.keeps_updates,
-        )
+        return BegunRound(assignments, given.schedules, processors)
+
+    # -- rounds that do not wait for all ----------------------------------------------------------------------------
+
+    def _begun_in(
+        self, state: RunState, present: BegunRound, index: int, cohort: Cohort, data: Mapping[str, Any]
+    ) -> dict[int, Assignment]:
+        """The assignments of the clients that begin in the present round, or have begun in an earlier one."""
+        begun = present
+        if index != state.round:
+            weights = state.groups[weights_of_round(self.group, index)]
+            groups = {**state.groups, self.group: weights}
+            begun = self._begun(replace(state, round=index, data=data, groups=groups), cohort)
+        return {client_of(assignment): assignment for assignment in begun.assignments}
+
+    def _received_group(self, state: RunState) -> str:
+        """The name of the tensors that clients receive."""
+        return self.sent_group if self.sent_group in state.groups else self.group
+
+    def _received(self, state: RunState, present: str, group: str) -> Weights:
+        """The tensors of the group that a client has received; no name stands for the present round's."""
+        return state.weights(group or present)
+
+    def _older(self, state: RunState) -> list[str]:
+        """The names of the tensors that clients have received in earlier rounds."""
+        return [name for name in state.groups if name.startswith(received_before(self.group))]
+
+    def _with_received(self, after: RunState, before: RunState, answers: Answers) -> RunState:
+        """The state with the weights from which clients work on, and without those that nobody needs any more."""
+        kept = {weights_of_round(self.group, begun) for begun in answers.begun}
+        after = after.without_groups(*(name for name in self._older(after) if name not in kept))
+        name = weights_of_round(self.group, before.round)
+        return after.with_group(name, before.weights(self._received_group(before))) if name in kept else after
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Averages the updates and applies the server rule, the history and the method's `after`.
@@ -378,15 +465,18 @@ class TrainingStage:
         old = state.weights(self.group)
         context = self.processing.context(state.round, old, state.data)
         simulated = partial(self._simulated_tasks, state)
+        # Answers from weights of several rounds have been made such as the server's own were trained.
+        counted = plan.answers is not None and plan.answers.counted is not None
         averaged = self.processing.averaged(
             *(context, plan.processors, sums, results, self.server.shared(old), simulated),
-            sent=state.weights(self.sent_group) if self.sent_group in state.groups else None,
+            sent=None if counted or self.sent_group not in state.groups else state.weights(self.sent_group),
         )
         data = {
             **state.data,
             **self.processing.recorded(context),
             **self.selection.after_round(state.round, state.data, plan.memory, results),
             **self.warnings.after_round(state.round, state.data, results),
+            **({} if plan.answers is None else plan.answers.data),
         }
         before = state.weights(self.server_group) if self.server_group in state.groups else {}
         about = ServerRound(state.round, sum(a.client_id is not None for a in plan.assignments), len(self.population))
@@ -394,6 +484,8 @@ class TrainingStage:
         after = replace(state.with_group(self.group, weights), data=data)
         if server_state:
             after = after.with_group(self.server_group, server_state)
+        if plan.answers is not None:
+            after = self._with_received(after, state, plan.answers)
         after = self.with_sent(self.after(after, plan, result), state.round + 1)
         return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations_of(results, self.tier))
 
@@ -408,8 +500,9 @@ class TrainingStage:
         self.warnings.check_trained(state.stage, state.round, state.data)
         weights = state.weights(self.group)
         # A local rule's client state belongs to these weights, and the next stage may train others.
-        ended = state.without_groups(self.server_group, self.sent_group).without_client_tensors(STATE)
-        ended = ended.without_data(HISTORY, MEMORY, UNANSWERED)
+        older = self._older(state)
+        ended = state.without_groups(self.server_group, self.sent_group, *older).without_client_tensors(STATE)
+        ended = ended.without_data(HISTORY, MEMORY, UNANSWERED, AT_WORK, BEGUN)
         shared = self.server.shared(weights)
         if shared:
             ended = ended.with_group(self.group, {name: t for name, t in weights.items() if name not in shared})
@@ -459,7 +552,7 @@ class TrainingStage:
         """Those of training the remaining rounds' clients."""
         if not len(self.population):
             return 0.0
-        samples = self.cohort_size * self.config.epochs * float(self.world.data.sizes("train")[self.population].mean())
+        samples = self.answers * self.config.epochs * float(self.world.data.sizes("train")[self.population].mean())
         return (self.config.rounds - state.round) * samples * TRAINING_FACTOR * self._macs(state)
 
     def _macs(self, state: RunState) -> float:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
-from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Evaluation
 from fedloom.platform.clients.device import DeviceLostError
 from fedloom.platform.clients.execution import ChunkResult, Executor, SharedWeights, make_chunks
@@ -50,6 +50,8 @@ class InterruptedRunError(RuntimeError):
 DIVERGED = "the training diverged"
 """How the message of a failed run begins that resuming does not help."""
 _NOT_FINITE = re.compile(r"training loss is (nan|-?inf)|is not finite")
+AHEAD_PER_LANE = 4
+"""Clients per actor that are trained in one call, those of later rounds with them, where rounds have few answers."""
 AT_ONCE = "the round in progress was not finished and is lost"
 """The message of a run that a KeyboardInterrupt has ended, which brings none."""
 
@@ -116,6 +118,7 @@ class Loop:
         self._unsaved: RunState | None = None
         self._forecast = Forecast(stages)
         self._has_fallen_back = False
+        self._ahead = dict[tuple[str, int, int | None], ChunkResult]()
 
     def run(self, state: RunState) -> RunState:
         """Runs from any state to the end of the last stage; all results are on disk when it returns.
@@ -157,7 +160,11 @@ class Loop:
             self._forecast.begins(state)
             plan = checked_plan(answered("plan", stage.plan(state), Plan), state)
         result = self._execute(plan, state)
-        clients = [r for r in result.client_results if r.client_id is not None]
+        clients = [
+            r if a.ended_s is None else replace(r, start_round=a.round, staleness=a.staleness, ended_s=a.ended_s)
+            for r, a in zip(result.client_results, plan.assignments, strict=True)
+            if r.client_id is not None
+        ]
         client_rows: list[Row] = [("clients", r.row(stage.name, state.round)) for r in clients]
         self._check_failures(stage.name, state.round, result.client_results, client_rows)
         self._warn_of_fallback(stage.name, state.round, clients)
@@ -177,6 +184,9 @@ class Loop:
             # A final evaluation waits for all clients: its assignments have no deadline.
             deadline_s = self.deadline_s if any(a.deadline_s is not None for a in plan.assignments) else None
             clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, deadline_s)
+            if plan.answers is not None:
+                clock = VirtualClock(plan.answers.now_s)
+                simulated_s = clock.now_s - state.simulated_s
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)
         after = replace(merged.state, round=state.round + 1, simulated_s=clock.now_s)
         stop = self.should_stop()
@@ -263,13 +273,9 @@ class Loop:
         failures = self.execution.failures
         attempts = failures.attempts if failures.policy == "retry" else 1
         size = plan.chunk_size or self.execution.chunk_size
-        assignments = plan.assignments
-        if any(name.startswith(CLIENT) for name in state.groups):
-            # Clients get their saved states, unless the stage has given them one.
-            assignments = [
-                replace(a, state=state.client_state(a.client_id)) if a.client_id is not None and a.state is None else a
-                for a in assignments
-            ]
+        assignments = _with_states(plan.assignments, state)
+        if plan.answers is not None and plan.answers.counted is not None:
+            return self._answered(replace(plan, assignments=assignments), state, attempts, plan.answers.counted)
         chunks = make_chunks(assignments, size, attempts, plan.stack, plan.keeps_updates)
         weights = SharedWeights(state.weights(plan.group), state.version(plan.group))
         results = self.executor.run(chunks, weights)
@@ -279,6 +285,47 @@ class Loop:
             return merge_chunks(results, self.status.beat, keeps_updates=plan.keeps_updates, together=together)
         except DeviceLostError as error:
             raise RunFailedError(f"the device of this process fails ({error}): resume the run, in another") from error
+
+    def _answered(
+        self, plan: Plan, state: RunState, attempts: int, counted: Callable[[Assignment, Update], Update]
+    ) -> RoundResult:
+        """As `_execute` for answers to the weights of several rounds, each of which is a chunk of its own.
+
+        What several actors have time for is done ahead: the same as when its round comes, as nothing changes it.
+        """
+        assert plan.answers is not None, "it has answers"
+        for a in plan.assignments:
+            if a.ignored is not None:
+                self._ahead.pop(_work(a), None)  # done ahead, and for nothing
+        todo = [a for a in plan.assignments if a.client_id is None or _work(a) not in self._ahead]
+        ahead = [a for a in _with_states(plan.answers.ahead, state) if _work(a) not in self._ahead]
+        lanes = self.executor.lanes
+        more = ahead[: max(0, AHEAD_PER_LANE * lanes - len(todo))] if todo and lanes > 1 else []
+        versions = {a.reads: state.version(a.reads) for a in (*todo, *more) if a.reads is not None}
+        chunks = [
+            replace(chunk, version=versions.get(a.reads or ""))
+            for a in (*todo, *more)
+            for chunk in make_chunks([a], 1, attempts, keeps_updates=True)
+        ]
+        older = {version: state.weights(group) for group, version in versions.items()}
+        weights = SharedWeights(state.weights(plan.group), state.version(plan.group), older)
+        results = iter(self.executor.run(chunks, weights))
+        self.recorder.start()
+        sums: Sums = KeptUpdates() if plan.keeps_updates else WeightedSums()
+        client_results = list[ClientResult]()
+        for a in plan.assignments:
+            known = None if a.client_id is None else self._ahead.pop(_work(a), None)
+            result = next(results) if known is None else known
+            self.status.beat()
+            client_results += result.client_results
+            for update in result.sums.kept if isinstance(result.sums, KeptUpdates) else ():
+                part = KeptUpdates([counted(a, update)])
+                if isinstance(sums, WeightedSums):
+                    sums.merge(part.summed())
+                else:
+                    sums.merge(part)
+        self._ahead |= {_work(a): result for a, result in zip(more, results, strict=True)}
+        return RoundResult(sums, client_results)
 
     def _check_failures(self, stage: str, round_: int, results: Sequence[ClientResult], rows: Sequence[Row]) -> None:
         failed = [r for r in results if counts_as_failed(r)]
@@ -348,6 +395,21 @@ def checked_plan(plan: Plan, state: RunState) -> Plan:
             f"the stage's plan names the tensor group {plan.group!r:.60}; there are {', '.join(state.groups)}"
         )
     return plan
+
+
+def _with_states(assignments: Sequence[Assignment], state: RunState) -> Sequence[Assignment]:
+    """The assignments with the clients' saved states, unless the stage has given them one."""
+    if not any(name.startswith(CLIENT) for name in state.groups):
+        return assignments
+    return [
+        replace(a, state=state.client_state(a.client_id)) if a.client_id is not None and a.state is None else a
+        for a in assignments
+    ]
+
+
+def _work(assignment: Assignment) -> tuple[str, int, int | None]:
+    """What identifies a client's work: it begins at most once in a round."""
+    return assignment.stage, assignment.round, assignment.client_id
 
 
 def counts_as_failed(result: ClientResult) -> bool:

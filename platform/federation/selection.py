@@ -7,7 +7,7 @@ earlier participants.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
@@ -371,11 +371,17 @@ def choose_cohort(
     history: History,
     memory: Mapping[str, Any] | None = None,
     epochs: int = 1,
+    busy: Container[int] = (),
 ) -> Cohort:
-    """The cohort chosen by a selection rule; all draws depend only on the selection seed, stage, round and client."""
+    """The cohort chosen by a selection rule; all draws depend only on the selection seed, stage, round and client.
+
+    Clients that are `busy` are not available.
+    """
     seed = world.config.seed_for("selection")
 
     def available(client_id: int) -> bool:
+        if client_id in busy:
+            return False
         draw = stream(seed, "available", stage, round_, client_id).random()
         return bool(draw < world.profile(client_id).availability)
 
@@ -384,7 +390,7 @@ def choose_cohort(
         size=size,
         eligible=eligible,
         rng=stream(seed, "select", stage, round_),
-        always=world.devices is None and all(p.availability == 1.0 for p in world.profiles),
+        always=not busy and world.devices is None and all(p.availability == 1.0 for p in world.profiles),
         available=available,
         history=history,
         num_samples=lambda client_id: world.data.size(client_id, "train"),
@@ -464,16 +470,26 @@ class Selection:
         """The JSON values with which a stage begins: an empty history, if the rule needs one."""
         return {HISTORY: {}} if self._keeps_history else {}
 
-    def cohort(self, round_: int, data: Mapping[str, Any]) -> Cohort:
-        """The cohort of a round, given the run's JSON values before it."""
-        size, rule = len(self.population) if self.size is None else self.size, self.rule
-        if self.size is None and rule == ComponentSpec("uniform"):
+    def cohort(
+        self, round_: int, data: Mapping[str, Any], size: int | None = None, busy: Collection[int] = ()
+    ) -> Cohort:
+        """The cohort of a round, given the run's JSON values before it.
+
+        `size` is another than the rounds', at most as many as are there beside those that are `busy`.
+        """
+        rule = self.rule
+        if size is not None:
+            size = min(size, len(self.population) - len(busy))
+        else:
+            size = len(self.population) if self.size is None else self.size
+        if self.size is None and not busy and rule == ComponentSpec("uniform"):
             rule = ComponentSpec("all")
         return choose_cohort(
             *(self.world, self.stage, round_, self.population, size, rule),
             history=unpacked(data[HISTORY]) if self._keeps_history else {},
             memory=data.get(MEMORY, {}),
             epochs=self.epochs,
+            busy=busy,
         )
 
     def after_round(

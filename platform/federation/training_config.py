@@ -14,6 +14,7 @@ from fedloom.platform.averaging.aggregators import AGGREGATORS, MEAN, KeptUpdate
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, serve, server_traits
+from fedloom.platform.averaging.staleness import ARRIVAL_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, weighting_rule, weighting_traits
 from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, begun, local_rule, place_of, refuse_parts
 from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS
@@ -66,6 +67,18 @@ class TrainingConfig:
 
     rounds: Annotated[int, ZERO_OR_MORE, "number of rounds; a stage of 0 rounds is skipped"] = 50
     clients_per_round: Annotated[int | None, ONE_OR_MORE, "number of clients per round; null: all"] = 10
+    arrivals: Annotated[
+        int | None, ONE_OR_MORE, "answers that end a round, of the clients_per_round clients at work; null: all"
+    ] = None
+    asynchronous: Annotated[
+        str | None,
+        ComponentName("arrival rule"),
+        "clients that still work when a round ends work on, and count later as fedbuff or fedasync says; null: they "
+        "are given up (over-selection)",
+    ] = None
+    max_staleness: Annotated[
+        int | None, ZERO_OR_MORE, "asynchronous: clients whose weights are more rounds old are told to stop; null: none"
+    ] = None
     epochs: Annotated[int, EPOCHS, "passes of a client over its training data per round"] = 1
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client"] = 32
     optimizer: Annotated[str, ComponentName("local optimizer"), "what a client makes of a step's gradients"] = "sgd"
@@ -165,6 +178,8 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
 def _named(config: TrainingConfig) -> dict[str, tuple[Registry[Any], str]]:
     named = {name: (slot, getattr(config, name)) for name, slot in REGISTRIES.items()}
     named |= {_processor_key(index): (PROCESSORS, name) for index, name in enumerate(config.processors)}
+    if config.asynchronous is not None:
+        named["asynchronous"] = (ARRIVAL_RULES, config.asynchronous)
     return named if config.augment is None else {**named, "augment": (AUGMENTATIONS, config.augment)}
 
 

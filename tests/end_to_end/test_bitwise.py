@@ -106,9 +106,9 @@ COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "scalefl"),
     *("hetlora", "flexlora", "flora"),
     *("splitmix", "feddf", "pfedme", "fedmask", "ofa", "transformers", "secure", "private"),
-    *("robust", "compressed", "personal_layers", "apfl", "fedproto"),
+    *("robust", "compressed", "personal_layers", "apfl", "fedproto", "fedbuff", "fedasync", "over_selected"),
 )
-QUICK = ("scaffold", "private", "robust", "feddf")
+QUICK = ("scaffold", "private", "fedbuff", "fedasync", "feddf")
 """Those with the most state and arithmetic, and with work of the server; of the others a round would show the same."""
 
 

@@ -1,0 +1,123 @@
+"""Arrival rules: what an answer counts for that was trained from weights which are older than the server's.
+
+an answer x, trained from the weights v that its client received, arrives when the weights are w, s rounds newer than v
+
+FedBuff   w + p(s) (x - v)                  the changes of several answers are averaged (Nguyen et al. 2022, Alg. 1)
+FedAsync  w + alpha p(s) (x - w)            every answer is a round (Xie, Koyejo and Gupta 2019, Alg. 1)
+
+p(s)      constant 1; polynomial (1 + s)^-a; hinge 1 up to s = b, then 1 / (a (s - b) + 1)   (Xie et al., Sec. 5.2)
+
+On slices all of this holds for the scalars that the client has; FedBuff's p is 1 / sqrt(1 + s), its eta_g is the server
+rule's. The rounds to which these rules belong are in `federation.asynchronous`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.platform.averaging.server import checked_values
+from fedloom.platform.plugins import Registry, Shipped
+from fedloom.platform.settings import SHARE, ZERO_OR_MORE
+from fedloom.platform.spaces.slices import Weights, part_of
+
+if TYPE_CHECKING:
+    from fedloom.platform.averaging.average import Update
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a client sends of one region of a shared tensor.
+
+    Attributes:
+        name: the tensor's name in the shared weights.
+        value: the client's values.
+        received: those that it was trained from; read-only.
+        old: those of the server, before the round's answers are averaged; read-only.
+        staleness: the rounds that have ended between the two.
+    """
+
+    name: str
+    value: Tensor
+    received: Tensor
+    old: Tensor
+    staleness: int
+
+
+ArrivalRule = Callable[[Arrival], Tensor]
+"""Returns the values that are averaged; keyword parameters are options (`method.train.options.NAME`)."""
+
+Decay = Annotated[Literal["constant", "polynomial", "hinge"], "fedbuff, fedasync: how answers lose weight with age"]
+Exponent = Annotated[float, ZERO_OR_MORE, "staleness=polynomial: a in (1 + s)^-a"]
+HingeSlope = Annotated[float, ZERO_OR_MORE, "staleness=hinge: a in 1 / (a (s - b) + 1)"]
+HingeStart = Annotated[float, ZERO_OR_MORE, "staleness=hinge: b, the age up to which an answer has its full weight"]
+Mixing = Annotated[float, SHARE, "fedasync: alpha, the share of an answer in the new weights"]
+
+
+def weight_at(age: int, staleness: str, exponent: float, hinge_slope: float, hinge_start: float) -> float:
+    """p(s), from 0 to 1."""
+    if staleness == "polynomial":
+        return float((1 + age) ** -exponent)
+    if staleness == "hinge" and age > hinge_start:
+        return 1 / (hinge_slope * (age - hinge_start) + 1)
+    return 1.0
+
+
+def fedbuff(
+    arrival: Arrival,
+    *,
+    staleness: Decay = "polynomial",
+    exponent: Exponent = 0.5,
+    hinge_slope: HingeSlope = 10.0,
+    hinge_start: HingeStart = 4.0,
+) -> Tensor:
+    """The server's weights with the client's change, which counts the less the older it is (Nguyen et al. 2022)."""
+    weight = weight_at(arrival.staleness, staleness, exponent, hinge_slope, hinge_start)
+    if weight == 1 and arrival.received is arrival.old:
+        return arrival.value  # without rounding: with nobody behind, FedBuff is FedAvg
+    return torch.add(arrival.old, arrival.value - arrival.received, alpha=weight)
+
+
+def fedasync(
+    arrival: Arrival,
+    *,
+    mixing: Mixing = 0.6,
+    staleness: Decay = "polynomial",
+    exponent: Exponent = 0.5,
+    hinge_slope: HingeSlope = 10.0,
+    hinge_start: HingeStart = 4.0,
+) -> Tensor:
+    """A mixture of the server's weights and the client's, the less of these the older they are (Xie et al. 2019)."""
+    weight = mixing * weight_at(arrival.staleness, staleness, exponent, hinge_slope, hinge_start)
+    return arrival.value if weight == 1 else torch.lerp(arrival.old, arrival.value, weight)
+
+
+ARRIVAL_RULES: Registry[ArrivalRule] = Registry(
+    "arrival rule", Shipped({"fedbuff": fedbuff, "fedasync": fedasync}), ("arrival",)
+)
+
+
+@torch.no_grad()
+def arrived(update: Update, rule: tuple[str, ArrivalRule], old: Weights, received: Weights, staleness: int) -> Update:
+    """The update as the server averages it; counters stay as they are.
+
+    `old` are the server's weights, `received` those that the client was trained from; neither is changed. Raises
+    PluginError for a user's rule that returns values of another shape or values that are not finite.
+    """
+    name, counted = rule
+    tensors = dict(update.tensors)
+    for own, tensor in update.tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        place = update.slices[own]
+        before = old[place.source] if place.region is None else part_of(old[place.source], place.region)
+        start = received[place.source] if place.region is None else part_of(received[place.source], place.region)
+        if not staleness and torch.equal(start, before):  # not so where clients receive compressed weights
+            start = before
+        values = counted(Arrival(place.source, tensor, start, before, staleness))
+        tensors[own] = checked_values(values, tensor, place.source, "arrival rule", name)
+    return replace(update, tensors=tensors)

@@ -1,0 +1,311 @@
+"""Rounds that do not wait for all of their clients, on the virtual clock: asynchronous ones, and over-selection.
+
+at any time      clients_per_round clients are at work; whoever begins receives the newest weights
+in every round   its first `arrivals` answers are averaged: the events are ordered by simulated time, then by client id
+                 who answers, or is lost, makes room for another client of the round's cohort, which begins at once
+                 with an arrival rule   the others work on, and count later (FedBuff, Nguyen et al. 2022, Alg. 1;
+                                        with one answer per round FedAsync, Xie, Koyejo and Gupta 2019, Alg. 1)
+                 without one            the others are given up: over-selection (Bonawitz et al. 2019, Sec. 2.2)
+
+How long a client's work takes on its device is counted before it is done. So the order of all events follows from the
+configuration and the seeds, and a client is trained when its answer's round comes, from the weights that it received:
+they live while somebody works from them. A checkpoint holds them and the clients at work, so that a killed run goes on
+in the middle of the queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedloom.platform.averaging.staleness import ARRIVAL_RULES, arrived
+from fedloom.platform.clients.assignments import AccountableTask, Assignment
+from fedloom.platform.federation.selection import Cohort
+
+if TYPE_CHECKING:
+    from fedloom.platform.averaging.average import Update
+    from fedloom.platform.clients.worker import Worker
+    from fedloom.platform.federation.training_config import Rules, TrainingConfig
+    from fedloom.platform.federation.world import World
+    from fedloom.platform.spaces.slices import Weights
+
+logger = logging.getLogger(__name__)
+
+AT_WORK, BEGUN = "at_work", "begun"
+"""JSON values of the current stage: the clients at work, and the rounds in which they have begun."""
+OVER_SELECTED, STALE = "over_selected", "stale"
+"""Statuses of clients whose answers are not waited for, or not any more."""
+
+
+class Flight(NamedTuple):
+    """A client at work: the round in which it has begun, when it ends, and whether it answers then or is lost."""
+
+    client_id: int
+    begun: int
+    ends_s: float
+    answers: bool
+
+
+class Ended(NamedTuple):
+    """The events of a round in their order, the clients that are still at work, and the time of the last event."""
+
+    events: Sequence[Flight]
+    at_work: Sequence[Flight]
+    now_s: float
+
+
+def next_events(
+    at_work: Iterable[Flight],
+    waiting: Iterable[int],
+    begin: Callable[[int, float], Flight | None],
+    *,
+    now_s: float,
+    concurrency: int,
+    arrivals: int,
+) -> Ended:
+    """The events up to the answer that ends the round.
+
+    `waiting` clients begin, in this order, as soon as fewer than `concurrency` are at work; `begin` says until when a
+    client works that begins at a time, or None if it cannot. Who makes room with the last answer is replaced in the
+    next round, by a client that receives the weights which this answer has changed.
+    """
+    queue = [(flight.ends_s, flight.client_id, flight) for flight in at_work]
+    heapq.heapify(queue)
+    left, events, answered = deque(waiting), list[Flight](), 0
+    while True:
+        while left and len(queue) < concurrency:
+            flight = begin(left.popleft(), now_s)
+            if flight is not None:
+                heapq.heappush(queue, (flight.ends_s, flight.client_id, flight))
+        if not queue:
+            break
+        now_s, _, flight = heapq.heappop(queue)
+        events.append(flight)
+        answered += flight.answers
+        if answered == arrivals:
+            break
+    return Ended(events, [flight for _, _, flight in sorted(queue)], now_s)
+
+
+class Begun(NamedTuple):
+    """A round in which clients have begun: its cohort, and the run's JSON values that their tasks may depend on."""
+
+    cohort: Cohort
+    data: Mapping[str, Any]
+
+    def stored(self) -> dict[str, Any]:
+        """As JSON values."""
+        cohort, probability = self.cohort, self.cohort.probability
+        return {
+            "client_ids": list(cohort.client_ids),
+            "probability": None if math.isnan(probability) else probability,
+            "reason": cohort.reason,
+            "reasons": {str(client): reason for client, reason in cohort.reasons.items()},
+            "data": self.data,
+        }
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Begun:
+        """The inverse of `stored`."""
+        probability = math.nan if stored["probability"] is None else stored["probability"]
+        reasons = {int(client): reason for client, reason in stored["reasons"].items()}
+        return cls(Cohort(tuple(stored["client_ids"]), probability, stored["reason"], reasons), stored["data"])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a plan says of a round that waits for its first answers.
+
+    Attributes:
+        now_s: the simulated time at which the round ends.
+        data: the JSON values of the stage after the round.
+        begun: the rounds whose weights somebody works from after this one.
+        ahead: work of later rounds that can be done already, as it depends on nothing that will happen.
+        counted: what the server averages of an answer's update.
+    """
+
+    now_s: float
+    data: Mapping[str, Any]
+    begun: Collection[int] = ()
+    ahead: Sequence[Assignment] = ()
+    counted: Callable[[Assignment, Update], Update] | None = None
+
+
+def received_before(group: str) -> str:
+    """Prefix of the names of the tensors that clients have received in earlier rounds."""
+    return f"received-{group}-"
+
+
+def weights_of_round(group: str, begun: int) -> str:
+    """The name of the tensors that clients have received which began in a round before the present one."""
+    return f"{received_before(group)}{begun}"
+
+
+class Asynchronous:
+    """The part of a training stage whose rounds end with their first answers.
+
+    `assignments` are those of the clients that begin in a round, by client id; they are asked for again after a resume,
+    and have to be the same.
+    """
+
+    def __init__(self, world: World, config: TrainingConfig, rules: Rules, concurrency: int, group: str) -> None:
+        """Raises ValueError for rules that need everybody's answer, or answers to the same weights."""
+        check_rules(config, rules, concurrency)
+        self.world, self.group, self.concurrency, self.key = world, group, concurrency, rules.key
+        self.goes_on, self.max_staleness = config.asynchronous is not None, config.max_staleness
+        self.arrivals = config.arrivals or concurrency
+        self.rule = None
+        if config.asynchronous is not None:
+            chosen = rules.more["asynchronous"]
+            self.rule = (chosen.name, ARRIVAL_RULES.make(chosen))
+        self._begun = dict[int, Mapping[int, Assignment]]()
+        self._worker: Worker | None = None
+
+    @property
+    def most_versions(self) -> int:
+        """The most weights that live beside the newest, each as large as the model."""
+        most = self.concurrency - 1 if self.goes_on else 0
+        return most if self.max_staleness is None else min(most, self.max_staleness)
+
+    def wanted(self, data: Mapping[str, Any], round_: int) -> tuple[int, frozenset[int]]:
+        """The size of a round's cohort, and the clients that cannot be in it, as they are at work."""
+        at_work, stale = self._at_work(data, round_)
+        free = self.concurrency - len(at_work)
+        busy = frozenset(f.client_id for f in (*at_work, *stale))
+        return free + (self.arrivals - 1 if self.goes_on else 0), busy
+
+    def _at_work(self, data: Mapping[str, Any], round_: int) -> tuple[list[Flight], list[Flight]]:
+        """The clients at work, and those that are told to stop because what they have received is too old."""
+        flights = [Flight(*values) for values in data.get(AT_WORK, [])]
+        oldest = -1 if self.max_staleness is None else round_ - self.max_staleness
+        return [f for f in flights if f.begun >= oldest], [f for f in flights if f.begun < oldest]
+
+    def plan(
+        self,
+        round_: int,
+        now_s: float,
+        data: Mapping[str, Any],
+        cohort: Cohort,
+        assignments: Callable[[int, Cohort, Mapping[str, Any]], Mapping[int, Assignment]],
+    ) -> tuple[list[Assignment], Answers]:
+        """The round's events as assignments in plan order, and what the round is.
+
+        `assignments` makes those of the clients that begin in a round, of its number, cohort and JSON values.
+        """
+        at_work, stale = self._at_work(data, round_)
+        begun = {int(number): Begun.of(stored) for number, stored in data.get(BEGUN, {}).items()}
+        kept = {name: value for name, value in data.items() if name not in (AT_WORK, BEGUN)}
+        begun[round_] = Begun(cohort, kept)
+        self._begun = {number: made for number, made in self._begun.items() if number in begun}
+        for number, (of_round, values) in begun.items():
+            if number not in self._begun:
+                self._begun[number] = assignments(number, of_round, values)
+
+        def begin(client_id: int, time_s: float) -> Flight:
+            assignment = self._begun[round_][client_id]
+            takes_s, answers = self._takes(assignment)
+            return Flight(client_id, round_, time_s + takes_s, answers)
+
+        ended = next_events(
+            *(at_work, cohort.client_ids, begin),
+            now_s=now_s,
+            concurrency=self.concurrency,
+            arrivals=self.arrivals,
+        )
+        why_stale = f"what it received is over {self.max_staleness} rounds old (max_staleness)"
+        lost = {f.client_id: f._replace(ends_s=now_s) for f in stale}
+        events = {f.client_id: f for f in (*lost.values(), *ended.events)}
+        ignored: dict[int, tuple[str, str]] = dict.fromkeys(lost, (STALE, why_stale))
+        working = ended.at_work
+        if not self.goes_on:
+            why = f"{self.arrivals} others had answered after {ended.now_s - now_s:.6g} s"
+            ignored |= {f.client_id: (OVER_SELECTED, why) for f in working}
+            events |= {f.client_id: f._replace(ends_s=ended.now_s) for f in working}
+            working = []
+        planned = []
+        for client_id in self.world.in_plan_order(events):
+            flight = events[client_id]
+            assignment = self._of(flight, round_)
+            if self.goes_on:
+                assignment = replace(assignment, staleness=round_ - flight.begun)
+            planned.append(replace(assignment, ended_s=flight.ends_s, ignored=ignored.get(client_id)))
+        alive = sorted({f.begun for f in working})
+        after = {AT_WORK: [list(f) for f in working], BEGUN: {str(n): begun[n].stored() for n in alive}}
+        ahead = [self._of(f, round_) for f in working if f.answers]
+        return planned, Answers(ended.now_s, after if self.goes_on else {}, alive, ahead)
+
+    def counted(self, old: Weights, weights: Callable[[str], Weights]) -> Callable[[Assignment, Update], Update]:
+        """What the server averages of an update, given its weights, and those that clients have received by group."""
+        rule = self.rule
+        assert rule is not None, "clients that are not waited for send nothing"
+
+        def counted(assignment: Assignment, update: Update) -> Update:
+            assert assignment.staleness is not None, "it was planned here"
+            return arrived(update, rule, old, weights(assignment.reads or ""), assignment.staleness)
+
+        return counted
+
+    def _of(self, flight: Flight, round_: int) -> Assignment:
+        assignment = self._begun[flight.begun][flight.client_id]
+        if flight.begun == round_:
+            return assignment
+        return replace(assignment, reads=weights_of_round(self.group, flight.begun))
+
+    def _takes(self, assignment: Assignment) -> tuple[float, bool]:
+        """The simulated seconds of a client's work, and whether it answers then."""
+        from fedloom.platform.clients.execution import expected_s  # what only runs need
+        from fedloom.platform.clients.worker import Worker
+
+        if not isinstance(assignment.task, AccountableTask):
+            raise ValueError(
+                f"{self.key}.arrivals: the work of {type(assignment.task).__name__} cannot be counted before it is "
+                "done, so that nobody knows who answers first; leave it out for this method"
+            )
+        if self._worker is None:
+            self._worker = Worker(replace(self.world.spec, device="cpu"))
+        takes_s, deadline_s = expected_s(self._worker, assignment), assignment.deadline_s
+        if assignment.dropped:
+            return (takes_s if deadline_s is None else deadline_s), False
+        late = deadline_s is not None and takes_s > deadline_s
+        return (deadline_s, False) if late and deadline_s is not None else (takes_s, True)
+
+
+def check_rules(config: TrainingConfig, rules: Rules, concurrency: int) -> None:
+    """Raises ValueError for what does not go together with rounds that do not wait for all."""
+    from fedloom.platform.clients.local_rules import local_rule
+    from fedloom.platform.federation.selection import selection_traits
+
+    key, rule = rules.key, config.asynchronous
+    slot = f"{key}.arrivals={config.arrivals}" if rule is None else f"{key}.asynchronous={rule}"
+    if rule is None and config.arrivals is not None and config.arrivals > concurrency:
+        raise ValueError(
+            f"{slot}: only {concurrency} clients are at work in a round (clients_per_round); lower it, or raise these"
+        )
+    if rule == "fedasync" and config.arrivals != 1:
+        raise ValueError(f"{slot} mixes every answer into the weights: set {key}.arrivals=1, given {config.arrivals}")
+    if rule is not None and config.arrivals is None:
+        raise ValueError(f"{slot} needs {key}.arrivals, the number of answers that make a round (FedBuff's K)")
+    sampling = selection_traits(rules.selection.name).sampling
+    if sampling in ("poisson", "all"):
+        raise ValueError(
+            f"{slot} and {key}.selection={rules.selection.name}: clients begin as others end, so that their number is "
+            "given; use uniform, or a rule that selects as many as are asked for"
+        )
+    privacy = config.privacy
+    if privacy.clip is not None or privacy.noise or privacy.secure:
+        raise ValueError(f"{slot} and {key}.privacy: who is counted depends on how fast a device is; leave one out")
+    if rule is not None and not local_rule(rules.local).sends_only_change:
+        raise ValueError(
+            f"{slot} and {key}.local_rule={rules.local.name}: what clients send beside their change belongs to the "
+            "weights of one round; use sgd or fedprox"
+        )
+    if config.min_contributors > (config.arrivals or concurrency):
+        raise ValueError(
+            f"{key}.min_contributors={config.min_contributors}: a round has {config.arrivals} answers "
+            f"({key}.arrivals), so that nothing would ever be trained; lower it"
+        )
