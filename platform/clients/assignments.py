@@ -189,6 +189,11 @@ class Assignment:
     expected_macs: float = 0.0
     """MACs that the plan expects of work that cannot be counted; a training step is three times its forward pass."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether its work is done: the simulated device does not drop out, and its answer counts."""
+        return not self.dropped and self.ignored is None
+
 
 def own_copy(state: ClientState) -> dict[str, torch.Tensor]:
     """A copy of a client's state in main memory.

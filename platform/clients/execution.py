@@ -52,7 +52,7 @@ class Chunk:
     @property
     def samples(self) -> int:
         """The training samples of its clients that arrive."""
-        return sum(assignment.train_samples for assignment in self.assignments if not assignment.dropped)
+        return sum(assignment.train_samples for assignment in self.assignments if assignment.is_done)
 
 
 @dataclass
@@ -152,7 +152,7 @@ def _read_next(assignments: Iterable[Assignment]) -> Iterator[tuple[int, tuple[s
     coming = (
         (a.client_id, a.task.splits)
         for a in assignments
-        if a.client_id is not None and isinstance(a.task, Train) and not a.dropped
+        if a.client_id is not None and isinstance(a.task, Train) and a.is_done
     )
     return islice(coming, 2)
 
@@ -203,7 +203,7 @@ def without_memory(chunk: Chunk, error: RuntimeError) -> Chunk:
     """
     error.__context__ = None  # its frames hold what was uploaded
     failing = StackedTask(error.with_traceback(None))
-    assignments = tuple(a if a.dropped else replace(a, task=failing) for a in chunk.assignments)
+    assignments = tuple(replace(a, task=failing) if a.is_done else a for a in chunk.assignments)
     return replace(chunk, assignments=assignments, stack=1)
 
 

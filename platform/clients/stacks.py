@@ -107,7 +107,7 @@ def layers_stack(module: nn.Module) -> bool:
 
 def _stackable(worker: Worker, assignments: Sequence[Assignment], most: int) -> list[list[int]]:
     """The places of clients that can be trained as one batch, at least two in each."""
-    places = [i for i, a in enumerate(assignments) if a.client_id is not None and not a.dropped]
+    places = [i for i, a in enumerate(assignments) if a.client_id is not None and a.is_done]
     subnet = common_subnet([assignments[i].task for i in places])
     if subnet is None or type(worker.objective) not in OBJECTIVES or not worker.data.dataset.normalises:
         return []
