@@ -65,7 +65,7 @@ class DeviceTable:
 
     def __post_init__(self) -> None:
         for name in COLUMNS:
-            column = _read_only(name, getattr(self, name))
+            column = read_only_column(name, getattr(self, name))
             object.__setattr__(self, name, column)  # a frozen dataclass allows no assignment
             if column.shape != self.device_id.shape:
                 raise ValueError(f"column {name} has shape {column.shape}, but device_id has {self.device_id.shape}")
@@ -116,7 +116,8 @@ def generate_device_table(num_devices: int, rng: np.random.Generator) -> DeviceT
     )
 
 
-def _read_only(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+def read_only_column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """A table's column as a read-only array, `device_id` of int64 and others of float64; ValueError for others."""
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in ("iu" if name == "device_id" else "iuf"):
         kind = "whole numbers" if name == "device_id" else "numbers"
