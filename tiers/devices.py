@@ -159,6 +159,21 @@ def client_time_s(
     return down_s + compute_s + bytes_up / profile.up_bytes_per_s
 
 
+def done_by(
+    profile: DeviceProfile, macs: float, bytes_down: float, bytes_up: float, until_s: float, factor: float = 1.0
+) -> tuple[float, float, float]:
+    """The shares of the download, the computation and the upload that a client has done after `until_s` seconds.
+
+    The amounts are those of `client_time_s`.
+    """
+    shares, left_s = [], until_s
+    for phase in ((0.0, bytes_down, 0.0), (macs, 0.0, 0.0), (0.0, 0.0, bytes_up)):
+        phase_s = client_time_s(profile, *phase, factor=factor)
+        shares.append(1.0 if phase_s <= left_s else left_s / phase_s)
+        left_s = max(0.0, left_s - phase_s)
+    return shares[0], shares[1], shares[2]
+
+
 @dataclass(frozen=True)
 class VirtualClock:
     """Simulated seconds since the start of the run; immutable, stored in checkpoints and independent of real time."""

@@ -95,7 +95,9 @@ class ClientResult:
         "time on its simulated device; if that dropped out: how long the server waited for it", 0.0
     )
     peak_memory_bytes: int | None = _column("largest memory of its work", of_time=True)
-    status: str = _column("ok, failed, dropped (the device dropped out) or timed_out (after the deadline)", "ok")
+    status: str = _column(
+        "ok, failed, dropped (the device dropped out or went off-line) or timed_out (after the deadline)", "ok"
+    )
     error: str = _column("the cause, unless it is ok", "")
     traceback: str | None = _column("where it failed in the code", of_time=True)
     selection_reason: str = _column("why it was selected", "")
@@ -157,6 +159,8 @@ class Assignment:
     task: Task
     profile: DeviceProfile = DEFAULT_PROFILE
     deadline_s: float | None = None
+    offline_s: float | None = None
+    """Simulated seconds from its start to when the device goes off-line, and its work is lost; None: never."""
     dropped: str = ""
     """Why the simulated device drops out of the round; empty if it does not."""
     selection_probability: float = 1.0

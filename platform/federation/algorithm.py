@@ -134,6 +134,8 @@ class Plan:
     """The round's processors, which the server undoes in reverse."""
     keeps_updates: bool = False
     """Whether the server gets every single update, for an aggregator that compares clients."""
+    starts_s: float | None = None
+    """The simulated time at which the round starts, if the server waits for a device that is on-line; None: at once."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,8 @@ class TrainingStage:
         self.keeps_updates = self.rules.aggregator.name != MEAN or self.processing.needs_updates
         check_cohort(self.rules, self.cohort_size)
         if len(self.population):
-            self.selection.cohort(0, self.selection.begun())  # raises for wrong options before the run begins
+            # Raises for wrong options before the run begins.
+            self.selection.cohort(0, self.selection.begun(), self.selection.starts_s(0.0))
 
     def begin(self, state: RunState) -> RunState:
         """Adds the initial weights, the local rule's shared tensors, and an empty history."""
@@ -333,7 +336,8 @@ class TrainingStage:
         from fedloom.platform.clients.stacks import clients_per_stack  # what only runs need
 
         world, config, index = self.world, self.config, state.round
-        cohort = self.selection.cohort(index, state.data)
+        starts_s = self.selection.starts_s(state.simulated_s)
+        cohort = self.selection.cohort(index, state.data, starts_s)
         client_ids = world.in_plan_order(cohort.client_ids)
         due = config.evaluate_every > 0 and index % config.evaluate_every == 0
         scored = due or (config.evaluate_every > 0 and index == config.rounds - 1)
@@ -344,13 +348,17 @@ class TrainingStage:
         tasks, processors = self.processing.begun(context, tasks, client_ids)
         per_sample = config.epochs * TRAINING_FACTOR * self._macs(state)
         assignments = [
-            for_client(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample)
+            for_client(
+                *(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample),
+                starts_s=starts_s,
+            )
             for c, task in zip(client_ids, tasks, strict=True)
         ]
         executor = world.config.executor
         stacked = "off" if executor.resident else executor.stack_clients
         stack = clients_per_stack(stacked, world.space, world.macs_table, tasks, local.batch_size)
         self.warnings.before_round(tasks, stack)
+        self.warnings.of_availability(self.selection, state.simulated_s, starts_s, len(client_ids))
         of_server = [*self.beside(state), *(self.score(state) if due else ())]
         return Plan(
             [*assignments, *(for_server(self.name, index, task) for task in of_server)],
@@ -360,6 +368,7 @@ class TrainingStage:
             memory=cohort.memory or None,
             processors=processors,
             keeps_updates=self.keeps_updates,
+            starts_s=starts_s,
         )
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
