@@ -1,23 +1,28 @@
-"""Device tables as Parquet or CSV files.
+"""Tables of devices, and of the intervals in which they are on-line, as Parquet or CSV files.
 
 A file is read as something that may be damaged: its size, its columns and the footer of a Parquet file are checked
 before the rows are read, so that no figure in a damaged file decides how much memory or time that takes.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from fedloom.tiers.availability import INTERVAL_COLUMNS, Intervals
 from fedloom.tiers.devices import COLUMNS, DeviceTable
+
+T = TypeVar("T")
 
 MOST_BYTES = 1 << 30
 MOST_ROWS = 10_000_000
 """A device per client, and no more clients than that are simulated."""
+MOST_INTERVALS = 100_000_000
 _THRIFT_BYTES, _THRIFT_ITEMS = 1 << 20, 1 << 16
 """Limits of a footer's texts and lists."""
 
@@ -28,33 +33,15 @@ def read_device_table(path: str | Path) -> DeviceTable:
     Raises ValueError with one line that names the file (and the column) if the file is missing, damaged or too large,
     or holds other columns or invalid values.
     """
-    file = Path(path)
-    _check_suffix(file)
-    if not file.is_file():
-        raise ValueError(f"{file}: there is no such file")
-    size_bytes = file.stat().st_size
-    if size_bytes > MOST_BYTES:
-        raise ValueError(f"{file}: has {size_bytes} bytes; a device table has at most {MOST_BYTES}")
-    try:
-        # Given a path instead of an open file, pyarrow reads a data set and infers columns from folder names.
-        with file.open("rb") as stream:
-            if file.suffix == ".parquet":
-                table = _read_parquet(stream)
-            else:
-                table = pyarrow.csv.read_csv(stream)
-                _check_columns(table.schema)
-                _check_rows(table.num_rows)
-    except _WrongTableError as error:
-        raise ValueError(f"{file}: {error}") from error
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
-        raise ValueError(f"{file}: cannot be read as a device table ({_one_line(error)})") from error
-    try:
-        for name in COLUMNS:
-            if table.column(name).null_count:
-                raise ValueError(f"column {name} has {table.column(name).null_count} empty values")
-        return DeviceTable(**{name: table.column(name).to_numpy() for name in COLUMNS})
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    return _read(Path(path), _Kind("a device table", COLUMNS, MOST_ROWS), DeviceTable)
+
+
+def read_intervals(path: str | Path) -> Intervals:
+    """Reads the intervals in which devices are on-line, from a file with exactly the columns `INTERVAL_COLUMNS`.
+
+    Raises ValueError as `read_device_table` does.
+    """
+    return _read(Path(path), _Kind("an availability table", INTERVAL_COLUMNS, MOST_INTERVALS), Intervals)
 
 
 def write_device_table(path: str | Path, table: DeviceTable) -> None:
@@ -64,7 +51,7 @@ def write_device_table(path: str | Path, table: DeviceTable) -> None:
     Parquet file have checksums.
     """
     file = Path(path)
-    _check_suffix(file)
+    _check_suffix(file, "a device table")
     arrow = pa.table({name: getattr(table, name) for name in COLUMNS})
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -81,19 +68,57 @@ def write_device_table(path: str | Path, table: DeviceTable) -> None:
 
 
 class _WrongTableError(ValueError):
-    """The file can be read, and is no device table."""
+    """The file can be read, and is not the table that it should be."""
 
 
-def _check_suffix(file: Path) -> None:
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of table: what messages call it, its columns, and its most rows."""
+
+    called: str
+    columns: Sequence[str]
+    most_rows: int
+
+
+def _read(file: Path, kind: _Kind, make: Callable[..., T]) -> T:
+    _check_suffix(file, kind.called)
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    size_bytes = file.stat().st_size
+    if size_bytes > MOST_BYTES:
+        raise ValueError(f"{file}: has {size_bytes} bytes; {kind.called} has at most {MOST_BYTES}")
+    try:
+        # Given a path instead of an open file, pyarrow reads a data set and infers columns from folder names.
+        with file.open("rb") as stream:
+            if file.suffix == ".parquet":
+                table = _read_parquet(stream, kind)
+            else:
+                table = pyarrow.csv.read_csv(stream)
+                _check_columns(table.schema, kind)
+                _check_rows(table.num_rows, kind)
+    except _WrongTableError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise ValueError(f"{file}: cannot be read as {kind.called} ({_one_line(error)})") from error
+    try:
+        for name in kind.columns:
+            if table.column(name).null_count:
+                raise ValueError(f"column {name} has {table.column(name).null_count} empty values")
+        return make(**{name: table.column(name).to_numpy() for name in kind.columns})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _check_suffix(file: Path, called: str) -> None:
     if file.suffix not in (".parquet", ".csv"):
-        raise ValueError(f"{file}: a device table is a .parquet or a .csv file, or `generated`")
+        raise ValueError(f"{file}: {called} is a .parquet or a .csv file, or `generated`")
 
 
-def _read_parquet(stream: BinaryIO) -> Any:
+def _read_parquet(stream: BinaryIO, kind: _Kind) -> Any:
     limits = {"thrift_string_size_limit": _THRIFT_BYTES, "thrift_container_size_limit": _THRIFT_ITEMS}
     with pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True, **limits) as file:
-        _check_columns(file.schema_arrow)
-        _check_rows(file.metadata.num_rows)
+        _check_columns(file.schema_arrow, kind)
+        _check_rows(file.metadata.num_rows, kind)
         # What the footer says of columns is left to the reader of the pages: to ask pyarrow for a damaged one ends the
         # process. Its numbers of rows decide how much is read.
         rows = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
@@ -105,23 +130,23 @@ def _read_parquet(stream: BinaryIO) -> Any:
         return table
 
 
-def _check_columns(schema: pa.Schema) -> None:
+def _check_columns(schema: pa.Schema, kind: _Kind) -> None:
     names: Sequence[str] = schema.names
-    missing = [name for name in COLUMNS if name not in names]
-    other = [name for name in names if name not in COLUMNS]
-    twice = [name for name in COLUMNS if names.count(name) > 1]
+    missing = [name for name in kind.columns if name not in names]
+    other = [name for name in names if name not in kind.columns]
+    twice = [name for name in kind.columns if names.count(name) > 1]
     for which, what in ((missing, "is missing"), (other, "is unknown"), (twice, "is there twice")):
         if which:
             some = ", ".join(which if which is not other else [f"{name!r:.40}" for name in which[:3]])
-            raise _WrongTableError(f"column {some} {what}; a device table has {', '.join(COLUMNS)}")
+            raise _WrongTableError(f"column {some} {what}; {kind.called} has {', '.join(kind.columns)}")
     for field in schema:
         if not (pa.types.is_integer(field.type) or pa.types.is_floating(field.type)):
             raise _WrongTableError(f"column {field.name} must hold numbers, not {field.type}")
 
 
-def _check_rows(rows: int) -> None:
-    if not 0 <= rows <= MOST_ROWS:
-        raise _WrongTableError(f"has {rows} rows; a device table has at most {MOST_ROWS}")
+def _check_rows(rows: int, kind: _Kind) -> None:
+    if not 0 <= rows <= kind.most_rows:
+        raise _WrongTableError(f"has {rows} rows; {kind.called} has at most {kind.most_rows}")
 
 
 def _one_line(error: BaseException, most: int = 200) -> str:

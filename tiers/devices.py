@@ -65,7 +65,7 @@ class DeviceTable:
 
     def __post_init__(self) -> None:
         for name in COLUMNS:
-            column = _read_only(name, getattr(self, name))
+            column = read_only_column(name, getattr(self, name))
             object.__setattr__(self, name, column)  # a frozen dataclass allows no assignment
             if column.shape != self.device_id.shape:
                 raise ValueError(f"column {name} has shape {column.shape}, but device_id has {self.device_id.shape}")
@@ -116,7 +116,8 @@ def generate_device_table(num_devices: int, rng: np.random.Generator) -> DeviceT
     )
 
 
-def _read_only(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+def read_only_column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """A table's column as a read-only array, `device_id` of int64 and others of float64; ValueError for others."""
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in ("iu" if name == "device_id" else "iuf"):
         kind = "whole numbers" if name == "device_id" else "numbers"
@@ -156,6 +157,21 @@ def client_time_s(
     down_s = bytes_down / profile.down_bytes_per_s
     compute_s = factor * macs / profile.macs_per_s
     return down_s + compute_s + bytes_up / profile.up_bytes_per_s
+
+
+def done_by(
+    profile: DeviceProfile, macs: float, bytes_down: float, bytes_up: float, until_s: float, factor: float = 1.0
+) -> tuple[float, float, float]:
+    """The shares of the download, the computation and the upload that a client has done after `until_s` seconds.
+
+    The amounts are those of `client_time_s`.
+    """
+    shares, left_s = [], until_s
+    for phase in ((0.0, bytes_down, 0.0), (macs, 0.0, 0.0), (0.0, 0.0, bytes_up)):
+        phase_s = client_time_s(profile, *phase, factor=factor)
+        shares.append(1.0 if phase_s <= left_s else left_s / phase_s)
+        left_s = max(0.0, left_s - phase_s)
+    return shares[0], shares[1], shares[2]
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,8 @@ class ClientResult:
     )
     peak_memory_bytes: int | None = _column("largest memory of its work", of_time=True)
     status: str = _column(
-        "ok, failed, dropped (the device dropped out), timed_out (after the deadline), over_selected (others were "
-        "faster) or stale (too old)",
+        "ok, failed, dropped (the device dropped out or went off-line), timed_out (after the deadline), over_selected "
+        "(others were faster) or stale (too old)",
         "ok",
     )
     error: str = _column("the cause, unless it is ok", "")
@@ -168,6 +168,8 @@ class Assignment:
     task: Task
     profile: DeviceProfile = DEFAULT_PROFILE
     deadline_s: float | None = None
+    offline_s: float | None = None
+    """Simulated seconds from its start to when the device goes off-line, and its work is lost; None: never."""
     dropped: str = ""
     """Why the simulated device drops out of the round; empty if it does not."""
     selection_probability: float = 1.0

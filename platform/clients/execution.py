@@ -6,6 +6,7 @@ and any number of workers.
 """
 
 import logging
+import math
 import threading
 import time
 import traceback
@@ -30,7 +31,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights, architecture_id, bytes_of, first_not_finite
-from fedloom.tiers.devices import EVALUATION_FACTOR, client_time_s
+from fedloom.tiers.devices import EVALUATION_FACTOR, client_time_s, done_by
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +282,9 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
         result = assignment.task.run(worker, assignment, weights.tensors)
     worked = time.perf_counter()
     simulated_s = simulated_time_s(assignment, result)
-    late = assignment.deadline_s is not None and simulated_s > assignment.deadline_s
+    deadline_s = math.inf if assignment.deadline_s is None else assignment.deadline_s
+    goes_off = assignment.offline_s is not None and assignment.offline_s < min(simulated_s, deadline_s)
+    late = goes_off or simulated_s > deadline_s
     if result.update is not None and not late:
         broken = first_not_finite(result.update.tensors)
         if broken is not None:
@@ -301,9 +304,39 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     )
     if not late:
         return done
+    if goes_off:
+        return _gone_off(assignment, done)
     # An update that arrives after the deadline is ignored, and so are scores and state.
     error = f"simulated time {simulated_s:.6g} s is over the deadline of {assignment.deadline_s} s"
     return replace(done, status="timed_out", error=error, bytes_up=0, measurements=())
+
+
+def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
+    """The result of a client whose device has gone off-line before its work was done, with what it had spent by then.
+
+    Nobody tells the server, which waits for it as for one that drops out.
+    """
+    assert assignment.offline_s is not None
+    download, computation, upload = done_by(
+        assignment.profile, _weighed_macs(done), done.bytes_down, done.bytes_up, assignment.offline_s
+    )
+    error = f"the device went off-line after {assignment.offline_s:.6g} s, its work takes {done.simulated_s:.6g} s"
+    return replace(
+        done,
+        status="dropped",
+        error=error,
+        samples=0,
+        steps=0,
+        macs=done.macs * computation,
+        forward_macs=done.forward_macs * computation,
+        bytes_down=int(done.bytes_down * download),
+        bytes_up=int(done.bytes_up * upload),
+        loss=None,
+        metric=None,
+        loss_norm=None,
+        simulated_s=done.simulated_s if assignment.deadline_s is None else min(done.simulated_s, assignment.deadline_s),
+        measurements=(),
+    )
 
 
 def _ignored(worker: Worker, assignment: Assignment, status: str, why: str) -> ClientResult:
@@ -342,8 +375,11 @@ def simulated_time_s(assignment: Assignment, result: ClientResult) -> float:
     """Seconds on the assignment's simulated device; 0 for work of the server."""
     if assignment.client_id is None:
         return 0.0
-    weighed = result.clock_factor * (result.macs - result.forward_macs) + EVALUATION_FACTOR * result.forward_macs
-    return client_time_s(assignment.profile, weighed, result.bytes_down, result.bytes_up, factor=1.0)
+    return client_time_s(assignment.profile, _weighed_macs(result), result.bytes_down, result.bytes_up, factor=1.0)
+
+
+def _weighed_macs(result: ClientResult) -> float:
+    return result.clock_factor * (result.macs - result.forward_macs) + EVALUATION_FACTOR * result.forward_macs
 
 
 # -- clients that take long -------------------------------------------------------------------------------------------

@@ -145,6 +145,8 @@ class Plan:
     """Whether the server gets every single update, for an aggregator that compares clients."""
     answers: Answers | None = None
     """The round's first answers, if others are not waited for."""
+    starts_s: float | None = None
+    """The simulated time at which the round starts, if the server waits for a device that is on-line; None: at once."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +330,8 @@ class TrainingStage:
         self.answers = self.cohort_size if self.asynchronous is None else self.asynchronous.arrivals
         check_cohort(self.rules, self.answers)
         if len(self.population):
-            self.selection.cohort(0, self.selection.begun())  # raises for wrong options before the run begins
+            # Raises for wrong options before the run begins.
+            self.selection.cohort(0, self.selection.begun(), self.selection.starts_s(0.0))
 
     def begin(self, state: RunState) -> RunState:
         """Adds the initial weights, the local rule's shared tensors, and an empty history."""
@@ -364,15 +367,17 @@ class TrainingStage:
         world, index, group = self.world, state.round, self._received_group(state)
         answers: Answers | None = None
         if self.asynchronous is None:
-            cohort = self.selection.cohort(index, state.data)
-            begun = self._begun(state, cohort)
+            starts_s = self.selection.starts_s(state.simulated_s)
+            cohort = self.selection.cohort(index, state.data, starts_s)
+            begun = self._begun(state, cohort, starts_s)
             assignments = begun.assignments
         else:
             size, busy = self.asynchronous.wanted(state.data, index)
-            cohort = self.selection.cohort(index, state.data, size, busy)
+            starts_s = state.simulated_s if busy else self.selection.starts_s(state.simulated_s)
+            cohort = self.selection.cohort(index, state.data, starts_s, size, busy)
             begun = self._begun(state, cohort)
             assignments, answers = self.asynchronous.plan(
-                *(index, state.simulated_s, state.data, cohort), partial(self._begun_in, state, begun)
+                *(index, starts_s, state.data, cohort), partial(self._begun_in, state, begun)
             )
             if self.asynchronous.rule is not None:
                 received = partial(self._received, state, group)
@@ -383,6 +388,8 @@ class TrainingStage:
         stacked = "off" if executor.resident or self.config.asynchronous is not None else executor.stack_clients
         stack = clients_per_stack(stacked, world.space, world.macs_table, tasks, local.batch_size)
         self.warnings.before_round(tasks, stack)
+        planned = self.cohort_size if self.asynchronous is not None else len(cohort.client_ids)
+        self.warnings.of_availability(self.selection, state.simulated_s, starts_s, planned)
         of_server = [*self.beside(state), *(self.score(state) if self._is_due(index) else ())]
         context = self.processing.context(index, state.weights(self.group), state.data)
         return Plan(
@@ -394,14 +401,15 @@ class TrainingStage:
             processors=begun.processors,
             keeps_updates=self.keeps_updates,
             answers=answers,
+            starts_s=starts_s,
         )
 
     def _is_due(self, index: int) -> bool:
         """Whether the weights are scored before a round."""
         return self.config.evaluate_every > 0 and index % self.config.evaluate_every == 0
 
-    def _begun(self, state: RunState, cohort: Cohort) -> BegunRound:
-        """The work of the clients that begin in a round, in plan order."""
+    def _begun(self, state: RunState, cohort: Cohort, starts_s: float | None = None) -> BegunRound:
+        """The work of the clients that begin in a round, in plan order; `starts_s` if they do so together."""
         world, config, index = self.world, self.config, state.round
         client_ids = world.in_plan_order(cohort.client_ids)
         scored = self._is_due(index) or (config.evaluate_every > 0 and index == config.rounds - 1)
@@ -412,7 +420,10 @@ class TrainingStage:
         tasks, processors = self.processing.begun(context, tasks, client_ids)
         per_sample = config.epochs * TRAINING_FACTOR * self._macs(state)
         assignments = [
-            for_client(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample)
+            for_client(
+                *(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample),
+                starts_s=starts_s,
+            )
             for c, task in zip(client_ids, tasks, strict=True)
         ]
         return BegunRound(assignments, given.schedules, processors)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.platform.averaging.staleness import ARRIVAL_RULES, arrived
 from fedloom.platform.clients.assignments import AccountableTask, Assignment
-from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.selection import Cohort, online_for_s
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.average import Update
@@ -43,10 +43,11 @@ OVER_SELECTED, STALE = "over_selected", "stale"
 
 
 class Flight(NamedTuple):
-    """A client at work: the round in which it has begun, when it ends, and whether it answers then or is lost."""
+    """A client at work: the round and time of its begin, when it ends, and whether it answers then or is lost."""
 
     client_id: int
     begun: int
+    begun_s: float
     ends_s: float
     answers: bool
 
@@ -206,10 +207,12 @@ class Asynchronous:
             if number not in self._begun:
                 self._begun[number] = assignments(number, of_round, values)
 
-        def begin(client_id: int, time_s: float) -> Flight:
-            assignment = self._begun[round_][client_id]
-            takes_s, answers = self._takes(assignment)
-            return Flight(client_id, round_, time_s + takes_s, answers)
+        def begin(client_id: int, time_s: float) -> Flight | None:
+            availability = self.world.availability
+            if availability is not None and not availability.is_on(client_id, time_s):
+                return None
+            takes_s, answers = self._takes(self._from(round_, client_id, time_s))
+            return Flight(client_id, round_, time_s, time_s + takes_s, answers)
 
         ended = next_events(
             *(at_work, cohort.client_ids, begin),
@@ -251,10 +254,14 @@ class Asynchronous:
         return counted
 
     def _of(self, flight: Flight, round_: int) -> Assignment:
-        assignment = self._begun[flight.begun][flight.client_id]
+        assignment = self._from(flight.begun, flight.client_id, flight.begun_s)
         if flight.begun == round_:
             return assignment
         return replace(assignment, reads=weights_of_round(self.group, flight.begun))
+
+    def _from(self, round_: int, client_id: int, begun_s: float) -> Assignment:
+        """The assignment of a client that begins in a round at a time."""
+        return replace(self._begun[round_][client_id], offline_s=online_for_s(self.world, client_id, begun_s))
 
     def _takes(self, assignment: Assignment) -> tuple[float, bool]:
         """The simulated seconds of a client's work, and whether it answers then."""
@@ -268,11 +275,13 @@ class Asynchronous:
             )
         if self._worker is None:
             self._worker = Worker(replace(self.world.spec, device="cpu"))
-        takes_s, deadline_s = expected_s(self._worker, assignment), assignment.deadline_s
+        takes_s = expected_s(self._worker, assignment)
+        deadline_s = math.inf if assignment.deadline_s is None else assignment.deadline_s
         if assignment.dropped:
-            return (takes_s if deadline_s is None else deadline_s), False
-        late = deadline_s is not None and takes_s > deadline_s
-        return (deadline_s, False) if late and deadline_s is not None else (takes_s, True)
+            return (takes_s if assignment.deadline_s is None else deadline_s), False
+        # Nobody tells the server of a device that has gone off-line: it is waited for.
+        gone = assignment.offline_s is not None and assignment.offline_s < min(takes_s, deadline_s)
+        return min(takes_s, deadline_s), not gone and takes_s <= deadline_s
 
 
 def check_rules(config: TrainingConfig, rules: Rules, concurrency: int) -> None:

@@ -24,6 +24,7 @@ from fedloom.platform.settings import (
     Text,
 )
 from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.tiers.availability import DEFAULT_SHARE
 
 
 @dataclass
@@ -62,7 +63,7 @@ class BudgetConfig:
 
 
 GENERATED = "generated"
-"""The value of `tiers.device_table` for a randomly generated table."""
+"""The value of `tiers.device_table` and of `devices.availability_table` for what is randomly generated."""
 
 
 @dataclass
@@ -127,6 +128,20 @@ class DevicesConfig:
     up_bytes_per_s: Annotated[float, POSITIVE, "upload speed in bytes per second"] = 7.5e5
     availability: Annotated[float, SHARE, "probability that a device is available in a round"] = 1.0
     dropout: Annotated[float, PART, "probability that a device drops out of a round"] = 0.0
+    availability_table: Annotated[
+        str | None,
+        PATH,
+        "a file of the intervals in which each device is on-line (CSV, Parquet), or generated (once a day, most at "
+        "night); null: always",
+    ] = None
+    availability_period_s: Annotated[
+        float | None,
+        POSITIVE,
+        "seconds after which a table repeats (null: the whole days that it has), or of a generated day (null: 86400)",
+    ] = None
+    availability_share: Annotated[
+        float, Interval(gt=0, lt=1), "generated: mean share of the day that a device is on-line"
+    ] = DEFAULT_SHARE
     deadline_s: Annotated[
         float | None, POSITIVE, "simulated seconds after which a client is left out of its round; null: never"
     ] = None

@@ -6,7 +6,14 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fedloom.platform.data.config import WITH_ALPHA, DataConfig
-from fedloom.platform.federation.config import AttackConfig, FailuresConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.config import (
+    GENERATED,
+    AttackConfig,
+    DevicesConfig,
+    FailuresConfig,
+    RunConfig,
+    TiersConfig,
+)
 from fedloom.platform.federation.selection import SELECTION_RULES
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.plugins import is_import_path
@@ -54,6 +61,10 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
         ),
         _Needs("ray.detached", "executor.kind", "ray".__eq__, "ray"),
         _Needs("ray.detached", "dry_run", _is_missing, "runs that train"),
+    ),
+    DevicesConfig: (
+        _Needs("availability_period_s", "availability_table", _is_given, "devices that are not always on-line"),
+        _Needs("availability_share", "availability_table", GENERATED.__eq__, GENERATED),
     ),
     FailuresConfig: (
         _Needs("attempts", "policy", "retry".__eq__, "retry"),

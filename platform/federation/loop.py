@@ -183,8 +183,11 @@ class Loop:
             times_s = [r.simulated_s for r in clients]
             # A final evaluation waits for all clients: its assignments have no deadline.
             deadline_s = self.deadline_s if any(a.deadline_s is not None for a in plan.assignments) else None
-            clock, simulated_s = VirtualClock(state.simulated_s).after_round(times_s, deadline_s)
-            if plan.answers is not None:
+            starts_s = state.simulated_s if plan.starts_s is None else plan.starts_s
+            if plan.answers is None:
+                clock, simulated_s = VirtualClock(starts_s).after_round(times_s, deadline_s)
+                simulated_s += starts_s - state.simulated_s
+            else:
                 clock = VirtualClock(plan.answers.now_s)
                 simulated_s = clock.now_s - state.simulated_s
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)

@@ -347,7 +347,8 @@ def privacy_processors(
     privacy = config.privacy
     if privacy.clip is None:
         return (SecureAggregation(privacy.fraction_bits, privacy.survivors),)
-    if world.devices is not None or any(profile.availability < 1 for profile in world.profiles):
+    may_be_away = world.devices is not None or any(profile.availability < 1 for profile in world.profiles)
+    if may_be_away or world.availability is not None:
         raise ValueError(f"{stage}, privacy: with devices that may be away no client's probability is known")
     sampling, size = selection_traits(config.selection).sampling, expected_size(config, len(eligible))
     assert sampling is not None, "checked"

@@ -361,6 +361,13 @@ def check_selection(rule: ComponentSpec, size: int | None) -> None:
 # -- a round's clients and their assignments ---------------------------------------------------------------------------
 
 
+def first_online_s(world: World, client_ids: np.ndarray, now_s: float) -> float:
+    """The simulated time from now at which the first of these clients' devices is on-line."""
+    if world.availability is None or not len(client_ids):
+        return now_s
+    return world.availability.first_on_s(client_ids, now_s)
+
+
 def choose_cohort(
     world: World,
     stage: str,
@@ -371,16 +378,18 @@ def choose_cohort(
     history: History,
     memory: Mapping[str, Any] | None = None,
     epochs: int = 1,
+    *,
+    now_s: float = 0.0,
     busy: Container[int] = (),
 ) -> Cohort:
-    """The cohort chosen by a selection rule; all draws depend only on the selection seed, stage, round and client.
+    """The cohort chosen by a selection rule among the devices that are on-line at `now_s`, and not `busy`.
 
-    Clients that are `busy` are not available.
+    All draws depend only on the selection seed, stage, round and client.
     """
-    seed = world.config.seed_for("selection")
+    seed, availability = world.config.seed_for("selection"), world.availability
 
     def available(client_id: int) -> bool:
-        if client_id in busy:
+        if client_id in busy or (availability is not None and not availability.is_on(client_id, now_s)):
             return False
         draw = stream(seed, "available", stage, round_, client_id).random()
         return bool(draw < world.profile(client_id).availability)
@@ -390,7 +399,10 @@ def choose_cohort(
         size=size,
         eligible=eligible,
         rng=stream(seed, "select", stage, round_),
-        always=not busy and world.devices is None and all(p.availability == 1.0 for p in world.profiles),
+        always=not busy
+        and availability is None
+        and world.devices is None
+        and all(p.availability == 1.0 for p in world.profiles),
         available=available,
         history=history,
         num_samples=lambda client_id: world.data.size(client_id, "train"),
@@ -400,13 +412,29 @@ def choose_cohort(
         tiers_of=lambda client_ids: world.tier_of_client[client_ids],
         sizes_of=lambda client_ids: world.data.sizes("train")[client_ids],
     )
-    return select(choice, rule)
+    cohort = select(choice, rule)
+    if availability is None or len(cohort.client_ids) >= min(size, len(eligible)):
+        return cohort
+    # Where few are on-line, draws among all clients find too few of them: those that are on-line are listed instead.
+    online = choice.among(availability.on_of(eligible, now_s))
+    return select(replace(online, rng=stream(seed, "select", stage, round_)), rule)
 
 
 def for_client(
-    world: World, stage: str, round_: int, cohort: Cohort, client_id: int, task: Task, expected_macs: float = 0.0
+    world: World,
+    stage: str,
+    round_: int,
+    cohort: Cohort,
+    client_id: int,
+    task: Task,
+    expected_macs: float = 0.0,
+    *,
+    starts_s: float | None = None,
 ) -> Assignment:
-    """One client's assignment, with its simulated device and whether that drops out of the round."""
+    """One client's assignment, with its simulated device, whether that drops out, and when it goes off-line.
+
+    `starts_s` is the simulated time at which it starts; None for work that devices do not go off-line in.
+    """
     profile = world.profile(client_id)
     dropped = ""
     if profile.dropout > 0:
@@ -421,6 +449,7 @@ def for_client(
         task=task,
         profile=profile,
         deadline_s=world.config.devices.deadline_s,
+        offline_s=online_for_s(world, client_id, starts_s),
         dropped=dropped,
         selection_probability=cohort.probability,
         selection_reason=cohort.reason_of(client_id),
@@ -428,6 +457,14 @@ def for_client(
         train_samples=world.data.size(client_id, "train"),
         expected_macs=expected_macs,
     )
+
+
+def online_for_s(world: World, client_id: int, starts_s: float | None) -> float | None:
+    """Seconds from a start to when the client's device goes off-line; None if it never does, or it does not matter."""
+    if world.availability is None or starts_s is None:
+        return None
+    off_s = world.availability.off_at(client_id, starts_s)
+    return None if math.isinf(off_s) else off_s - starts_s
 
 
 def for_server(stage: str, round_: int, task: Task, *, reads_test: bool = False) -> Assignment:
@@ -470,10 +507,19 @@ class Selection:
         """The JSON values with which a stage begins: an empty history, if the rule needs one."""
         return {HISTORY: {}} if self._keeps_history else {}
 
+    def starts_s(self, now_s: float) -> float:
+        """The simulated time at which a round can start."""
+        return first_online_s(self.world, self.population, now_s)
+
     def cohort(
-        self, round_: int, data: Mapping[str, Any], size: int | None = None, busy: Collection[int] = ()
+        self,
+        round_: int,
+        data: Mapping[str, Any],
+        now_s: float,
+        size: int | None = None,
+        busy: Collection[int] = (),
     ) -> Cohort:
-        """The cohort of a round, given the run's JSON values before it.
+        """The cohort of a round, given the run's JSON values and the simulated time before it.
 
         `size` is another than the rounds', at most as many as are there beside those that are `busy`.
         """
@@ -489,6 +535,7 @@ class Selection:
             history=unpacked(data[HISTORY]) if self._keeps_history else {},
             memory=data.get(MEMORY, {}),
             epochs=self.epochs,
+            now_s=now_s,
             busy=busy,
         )
 

@@ -20,9 +20,10 @@ from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.operator_choice import NamedOperatorSpace
+from fedloom.tiers.availability import DAY_S, Availability, DailyAvailability, TraceAvailability
 from fedloom.tiers.budgets import Budget, ScheduleBudget, StaticBudget, TraceBudget, make_budget
 from fedloom.tiers.costs import CostTable, combine, with_unsupported
-from fedloom.tiers.device_files import read_device_table
+from fedloom.tiers.device_files import read_device_table, read_intervals
 from fedloom.tiers.devices import DeviceProfile, DeviceTable, generate_device_table
 from fedloom.tiers.tier import (
     Tier,
@@ -132,6 +133,21 @@ def device_table(config: RunConfig, num_clients: int) -> DeviceTable | None:
     if name == GENERATED:
         return generate_device_table(num_clients, stream(config.seed_for("partition"), "device_table"))
     return read_device_table(name)
+
+
+def configured_availability(config: RunConfig, num_clients: int, devices: DeviceTable | None) -> Availability | None:
+    """When the clients' devices are on-line; None if always. ValueError for a table that does not fit the clients."""
+    table, period_s = config.devices.availability_table, config.devices.availability_period_s
+    if not table:
+        return None
+    if table == GENERATED:
+        return DailyAvailability(config.seed_for("partition"), config.devices.availability_share, period_s or DAY_S)
+    intervals = read_intervals(table)
+    try:
+        ids = np.arange(num_clients) if devices is None else devices.device_id[:num_clients]
+        return TraceAvailability(intervals, ids, period_s)
+    except ValueError as error:
+        raise ValueError(f"{table}: {error}") from error
 
 
 def assigned_tiers(

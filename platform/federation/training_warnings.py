@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import ClientResult, Task
+    from fedloom.platform.federation.selection import Selection
     from fedloom.platform.federation.world import World
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class TrainingWarnings:
 
     def __init__(self, world: World, stage: str) -> None:
         self.world, self.stage = world, stage
-        self._has_compared, self._has_looked = False, False
+        self._has_compared, self._has_looked, self._has_waited, self._had_few = False, False, False, False
 
     def before_round(self, tasks: Sequence[Task], stack: int) -> None:
         """Warns once if clients' networks should be compiled and none can be."""
@@ -40,6 +41,29 @@ class TrainingWarnings:
                 "%s: executor.compile=true has no effect on networks that are %s: it is for networks of one "
                 "architecture that clients train one by one",
                 *(self.stage, why),
+            )
+
+    def of_availability(self, selection: Selection, now_s: float, starts_s: float, planned: int) -> None:
+        """Warns once if a round waits for a device that is on-line, and once if fewer are than a round has clients."""
+        availability, size = self.world.availability, selection.size
+        if availability is None:
+            return
+        if starts_s > now_s and not self._has_waited:
+            self._has_waited = True
+            logger.warning(
+                "%s: no device is on-line at %.6g s of simulated time, and the server waits for %.6g s; such waits are "
+                "part of the rounds' simulated_s, and this is said once",
+                *(self.stage, now_s, starts_s - now_s),
+            )
+        if size is None or planned >= min(size, len(selection.population)) or self._had_few:
+            return
+        online = len(availability.on_of(selection.population, starts_s))
+        if online < size:
+            self._had_few = True
+            logger.warning(
+                "%s: at %.6g s of simulated time %d of %d devices are on-line, and the round has %d clients instead of "
+                "%d; this is said once, the column clients_planned of rounds tells it of every round",
+                *(self.stage, starts_s, online, len(selection.population), planned, size),
             )
 
     def after_round(self, round_: int, data: Mapping[str, Any], results: Sequence[ClientResult]) -> dict[str, int]:

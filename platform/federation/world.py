@@ -23,6 +23,7 @@ from fedloom.platform.federation.tasks import Tasks, tasks_of
 from fedloom.platform.federation.tiers import (
     RunCosts,
     assigned_tiers,
+    configured_availability,
     configured_budget,
     device_profiles,
     device_table,
@@ -35,6 +36,7 @@ from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture
+from fedloom.tiers.availability import Availability
 from fedloom.tiers.budgets import Budget
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.devices import DeviceProfile, DeviceTable
@@ -59,6 +61,8 @@ class World:
     budget: Budget
     profiles: tuple[DeviceProfile, ...]
     devices: DeviceTable | None
+    availability: Availability | None
+    """When the clients' devices are on-line; None if always."""
     augment: ComponentSpec
     spec: WorkerSpec
     tasks: Tasks
@@ -205,6 +209,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
         budget=configured_budget(config.tiers.budget),
         profiles=device_profiles(config.devices, tiers),
         devices=devices,
+        availability=configured_availability(config, data.num_clients, devices),
         augment=augment,
         spec=WorkerSpec(
             space=space_config,

@@ -13,7 +13,7 @@ from fedloom.platform.clients.networks import ESTIMATED
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState
 from fedloom.platform.federation.method import Stage
-from fedloom.platform.federation.selection import Cohort, choose_cohort, for_client, for_server
+from fedloom.platform.federation.selection import Cohort, choose_cohort, first_online_s, for_client, for_server
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner
@@ -117,9 +117,10 @@ class TierSearchStage(Stage):
         check_validation_data(world, federated=self.federated)
         self.world, self.config, self.goal = world, config, goal
         self.name = f"search/{goal.name}"
-        # Names of the state's values: scores of this generation by the clients so far and by the server, accuracies.
-        self._pending, self._central, self._accuracies = (
-            f"{self.name}/{value}" for value in ("client_scores", "central", "accuracies")
+        # Names of the state's values: scores of this generation by the clients so far and by the server, accuracies,
+        # and which clients scored it.
+        self._pending, self._central, self._accuracies, self._asked = (
+            f"{self.name}/{value}" for value in ("client_scores", "central", "accuracies", "asked")
         )
         space, seed = world.space, world.config.seed_for("search")
         genome = space.genome if genome is None else genome
@@ -174,10 +175,12 @@ class TierSearchStage(Stage):
         if not self.federated:
             return Plan(self._for_server(state, candidates), SUPERNET, chunk_size=1)
         part = len(state.data.get(self._pending, []))
-        assignments = self._for_clients(state, candidates, part)
+        eligible = np.setdiff1d(self.goal.eligible, state.data.get(self._asked, []))
+        starts_s = first_online_s(self.world, eligible, state.simulated_s)
+        assignments = self._for_clients(state, candidates, part, eligible, starts_s)
         if self.config.compare_with_central and part == 0:
             assignments += self._for_server(state, candidates)
-        return Plan(assignments, SUPERNET, chunk_size=1)
+        return Plan(assignments, SUPERNET, chunk_size=1, starts_s=starts_s)
 
     def _for_server(self, state: RunState, candidates: Sequence[Architecture]) -> list[Assignment]:
         size, version = self.config.candidates_per_task, state.version(SUPERNET)
@@ -187,12 +190,22 @@ class TierSearchStage(Stage):
         tasks = [ScoreSubnets(group, version, share=share, statistics=statistics) for group in groups]
         return [for_server(self.name, state.round, task) for task in tasks]
 
-    def _for_clients(self, state: RunState, candidates: Sequence[Architecture], part: int) -> list[Assignment]:
-        """The part-th cohort of a generation; a single draw for the whole generation makes its clients distinct."""
+    def _for_clients(
+        self, state: RunState, candidates: Sequence[Architecture], part: int, eligible: np.ndarray, starts_s: float
+    ) -> list[Assignment]:
+        """The part-th cohort of a generation; a single draw for the whole generation makes its clients distinct.
+
+        With devices that are not always on-line it is a draw of its own, among those that were in no part yet.
+        """
         config, world, uniform = self.config, self.world, ComponentSpec("uniform")
         size = config.clients_per_round * config.scoring_rounds
-        whole = choose_cohort(world, self.name, state.round - part, self.goal.eligible, size, uniform, {})
-        client_ids = tuple(c for i, c in enumerate(whole.client_ids) if i % config.scoring_rounds == part)
+        if world.availability is None:
+            whole = choose_cohort(world, self.name, state.round - part, eligible, size, uniform, {})
+            client_ids = tuple(c for i, c in enumerate(whole.client_ids) if i % config.scoring_rounds == part)
+        else:
+            size = config.clients_per_round
+            whole = choose_cohort(world, self.name, state.round, eligible, size, uniform, {}, now_s=starts_s)
+            client_ids = whole.client_ids
         cohort = Cohort(client_ids, whole.probability, whole.reason)
         # The union of the candidates' operators is sent once.
         union = tuple(tuple(sorted(set(options))) for options in zip(*candidates, strict=True))
@@ -201,9 +214,9 @@ class TierSearchStage(Stage):
         version, statistics = state.version(SUPERNET), config.statistics
         task = ScoreSubnets(tuple(candidates), version, sent_bytes=sent_bytes, statistics=statistics)
         ordered = world.in_plan_order(cohort.client_ids)
-        return [for_client(world, self.name, state.round, cohort, c, task) for c in ordered]
+        return [for_client(world, self.name, state.round, cohort, c, task, starts_s=starts_s) for c in ordered]
 
-    def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
+    def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Collects scores, and tells the searcher when those of the whole generation are complete."""
         central = [r for r in result.client_results if r.client_id is None]
         if not self.federated:
@@ -213,7 +226,11 @@ class TierSearchStage(Stage):
         if central:
             state = state.with_data(self._central, _scores(central))
         if len(pending) < self.config.scoring_rounds:
+            if self.world.availability is not None:
+                asked = [a.client_id for a in plan.assignments if a.client_id is not None]
+                state = state.with_data(self._asked, [*state.data.get(self._asked, []), *asked])
             return RoundUpdate(state.with_data(self._pending, pending))
+        state = state.without_data(self._asked)
         parts: dict[str, list[Any]] = {}
         for name, score in (item for part in pending for item in part.items()):
             parts.setdefault(name, []).append(score)

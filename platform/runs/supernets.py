@@ -53,7 +53,7 @@ WITHOUT_BEARING = (
     "ray",
 )
 """The keys that do not affect training; all others are part of a supernet's key."""
-BY_CONTENT = ("seed", "seeds", "tiers.device_table")
+BY_CONTENT = ("seed", "seeds", "tiers.device_table", "devices.availability_table")
 """The keys that enter a supernet's key by the content they refer to, not by their value."""
 SEEDS = ("partition", "initialisation", "selection", "training")
 """The seeds that training depends on."""
@@ -71,12 +71,13 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
     shared = shared_training(config.method)
     if shared is None or config.dry_run:
         return None
-    counted, table = _counted(config, asdict(config)), config.tiers.device_table
+    counted = _counted(config, asdict(config))
     try:
         own_code = plugin_sources(counted).hash
     except UnknownSourceError:
         return None
     hashes = input_hashes(asdict(config))
+    tables = [table or "" for table in (config.tiers.device_table, config.devices.availability_table)]
     return hash_of(
         {
             "config": counted,
@@ -85,8 +86,8 @@ def supernet_key(config: RunConfig, world: World) -> str | None:
             "costs": [asdict(world.cost_table), asdict(world.macs_table)],
             "tiers": [[t.name, t.upper] for t in world.tiers],
             "clients": world.tier_of_client.tolist(),
-            "devices": hashes.pop(table, table) if table else None,
-            "inputs": hashes,
+            "devices": [hashes.get(table, table) for table in tables],
+            "inputs": {file: content for file, content in hashes.items() if file not in tables},
             "code": [source_hash(), own_code, torch.__version__],
             "gpu": any(t.num_gpus > 0 for t in world.tiers),
         }

@@ -188,7 +188,8 @@ COMPARED = {
     "fedasync": [
         *(o for o in TINY_FEDAVG if "rounds" not in o and "momentum" not in o),
         *("method.train.rounds=12", "method.train.asynchronous=fedasync", "method.train.arrivals=1"),
-        *("method.train.processors=[top_k]", "tiers.device_table=generated", "devices.deadline_s=9"),
+        *("method.train.processors=[top_k]", "tiers.device_table=generated", "devices.deadline_s=0.004"),
+        *("devices.availability_table=generated", "devices.availability_period_s=0.02"),
         *KEPT_ADAM,
     ],
     "over_selected": [*TINY_FEDAVG, "method.train.arrivals=4", "tiers.device_table=generated"],

@@ -247,7 +247,10 @@ PUBLIC = {
         "validation_share test_share label_sets augment balanced_classes options"
     ),
     "DepthFLConfig": "name distillation ramp_up train evaluation",
-    "DevicesConfig": "macs_per_s down_bytes_per_s up_bytes_per_s availability dropout deadline_s",
+    "DevicesConfig": (
+        "macs_per_s down_bytes_per_s up_bytes_per_s availability dropout availability_table availability_period_s "
+        "availability_share deadline_s"
+    ),
     "DistillationConfig": "steps batch_size lr share",
     "DistributionConfig": "heuristic tier_aware",
     "DittoConfig": "name train",

@@ -1,0 +1,261 @@
+"""When simulated devices are on-line: intervals from a table, or generated with a daily rhythm.
+
+All answers are pure functions of a device and a simulated time, computed on demand: nothing is kept per device beside
+a table's intervals, and neither the order nor the process of the questions matters. Intervals are half-open: a device
+that goes off-line at `t` is off at `t`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedloom.tiers.devices import read_only_column
+
+DAY_S = 86400.0
+"""The seconds of a day."""
+DEFAULT_SHARE = 0.35
+"""The share of a day that a generated device is on-line: somewhat more than eight hours (assumed)."""
+INTERVAL_COLUMNS = ("device_id", "on_s", "off_s")
+"""The columns of a table of intervals."""
+LATEST_S = 1e12
+"""The latest time of a table: thirty thousand years."""
+MOST_START_JITTER = 1 / 24
+"""How far the middle of a generated interval lies from its device's usual hour, at most, as a share of the day."""
+_AT_ONCE = 1 << 16
+"""Devices that are looked at at once, by which memory is bounded."""
+_BITS = (1 << 64) - 1
+
+Times = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+
+class Availability(ABC):
+    """When devices are on-line; devices are counted from 0, times are simulated seconds of 0 or more."""
+
+    @abstractmethod
+    def intervals(self, devices: Indices, t_s: float) -> tuple[Times, Times]:
+        """For each device of shape (devices,) the interval on-line that has begun at `t_s`, or the next one.
+
+        Returns when the intervals begin and end, the end after `t_s`; an end may be infinite.
+        """
+
+    def interval(self, i: int, t_s: float) -> tuple[float, float]:
+        """`intervals` of one device."""
+        on_s, off_s = self.intervals(np.array([i]), t_s)
+        return float(on_s[0]), float(off_s[0])
+
+    def is_on(self, i: int, t_s: float) -> bool:
+        """Whether device `i` is on-line at `t_s`."""
+        return self.interval(i, t_s)[0] <= t_s
+
+    def off_at(self, i: int, t_s: float) -> float:
+        """When device `i`, which is on-line at `t_s`, goes off-line: infinity if never, `t_s` itself if it is off."""
+        on_s, off_s = self.interval(i, t_s)
+        return off_s if on_s <= t_s else t_s
+
+    def on_at(self, i: int, t_s: float) -> float:
+        """The first time from `t_s` at which device `i` is on-line: `t_s` itself if it is."""
+        return max(self.interval(i, t_s)[0], t_s)
+
+    def next_on_s(self, devices: Indices, t_s: float) -> Times:
+        """`on_at` of many devices at once."""
+        return np.maximum(self.intervals(devices, t_s)[0], t_s)
+
+    def first_on_s(self, devices: Indices, t_s: float) -> float:
+        """The first time from `t_s` at which any of these devices is on-line; infinity without devices.
+
+        It looks at a few devices at a time and no further than the first one that is on-line at `t_s`.
+        """
+        first_s = math.inf
+        for start in range(0, len(devices), _AT_ONCE):
+            first_s = min(first_s, float(self.next_on_s(devices[start : start + _AT_ONCE], t_s).min()))
+            if first_s == t_s:
+                break
+        return first_s
+
+    def on_of(self, devices: Indices, t_s: float) -> Indices:
+        """Those of the devices that are on-line at `t_s`, in their order."""
+        parts = [devices[start : start + _AT_ONCE] for start in range(0, len(devices), _AT_ONCE)]
+        return np.concatenate([part[self.next_on_s(part, t_s) == t_s] for part in parts] or [devices])
+
+
+# -- a table of intervals ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """A trace: one row per interval in which a device is on-line, sorted by device and time; all arrays are read-only.
+
+    Raises ValueError that names the column and the row, as numbered in what was passed, of an invalid value: times
+    outside 0 to `LATEST_S`, an interval that does not end after it begins, or two of a device that overlap.
+    """
+
+    device_id: Indices
+    on_s: Times
+    off_s: Times
+
+    def __post_init__(self) -> None:
+        columns = {name: read_only_column(name, getattr(self, name)) for name in INTERVAL_COLUMNS}
+        device_id, on_s, off_s = columns.values()
+        if not len(device_id):
+            raise ValueError("column device_id is empty: a table of intervals needs at least one")
+        for name, column in columns.items():
+            if len(column) != len(device_id):
+                raise ValueError(f"column {name} has {len(column)} values, but device_id has {len(device_id)}")
+            most, allowed = (np.inf, "0 or more") if name == "device_id" else (LATEST_S, f"from 0 to {LATEST_S:g} s")
+            _check_rows(name, column, (column >= 0) & (column <= most), allowed)
+        _check_rows("off_s", off_s, off_s > on_s, "after the row's on_s")
+        order = np.lexsort((on_s, device_id))
+        same = device_id[order][1:] == device_id[order][:-1]
+        gaps_s = on_s[order][1:] - off_s[order][:-1]
+        overlapping = np.flatnonzero(same & (gaps_s < 0))
+        if len(overlapping):
+            first, second = order[overlapping[0]], order[overlapping[0] + 1]
+            raise ValueError(
+                f"rows {first} and {second}: device {device_id[first]} is on-line from {on_s[first]:g} to "
+                f"{off_s[first]:g} s and from {on_s[second]:g} s: a device's intervals must not overlap"
+            )
+        joined = same & (gaps_s == 0)
+        begin, end = order[np.append(True, ~joined)], order[np.append(~joined, True)]
+        for name, column in {"device_id": device_id[begin], "on_s": on_s[begin], "off_s": off_s[end]}.items():
+            column.setflags(write=False)
+            object.__setattr__(self, name, column)  # a frozen dataclass allows no assignment
+
+    @property
+    def whole_days_s(self) -> float:
+        """The seconds of the whole days that the trace covers."""
+        return DAY_S * math.ceil(float(self.off_s.max()) / DAY_S)
+
+
+def _check_rows(name: str, column: npt.NDArray[Any], valid: npt.NDArray[np.bool_], allowed: str) -> None:
+    if not valid.all():
+        row = int(np.argmin(valid))
+        raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
+
+
+class TraceAvailability(Availability):
+    """Devices that are on-line in the intervals of a trace, which repeats, as the traces of FedScale do.
+
+    Device i is the one with `device_ids[i]`; several may share one. An interval up to the period's end and one from 0
+    are one interval.
+    """
+
+    def __init__(self, trace: Intervals, device_ids: Indices, period_s: float | None = None) -> None:
+        """`period_s` is by default the whole days that the trace covers, so that hours of the day stay what they are.
+
+        Raises ValueError for a device without an interval, and for an interval that ends after the period.
+        """
+        self.period_s = trace.whole_days_s if period_s is None else period_s
+        on_s, off_s = trace.on_s.copy(), trace.off_s.copy()
+        row = int(off_s.argmax())
+        if off_s[row] > self.period_s:
+            raise ValueError(
+                f"device {trace.device_id[row]} is on-line until {off_s[row]:g} s, after the period of "
+                f"{self.period_s:g} s: give a period of at least {off_s[row]:g} s"
+            )
+        ids, first, count = np.unique(trace.device_id, return_index=True, return_counts=True)
+        position = np.minimum(np.searchsorted(ids, device_ids), len(ids) - 1)
+        missing = np.flatnonzero(ids[position] != device_ids)
+        if len(missing):
+            raise ValueError(
+                f"there is no interval of device {device_ids[missing[0]]}: give each of {len(device_ids)} clients' "
+                "devices one"
+            )
+        last = first + count - 1
+        wraps = (on_s[first] == 0) & (off_s[last] == self.period_s)
+        off_s[last[wraps]] = np.where(count[wraps] == 1, np.inf, self.period_s + off_s[first[wraps]])
+        dropped = wraps & (count > 1)  # the first intervals of these devices belong to their last ones now
+        self._first, self._count = (first + dropped)[position], (count - dropped)[position]
+        self._on_s, self._off_s = on_s, off_s
+
+    def intervals(self, devices: Indices, t_s: float) -> tuple[Times, Times]:
+        first, count = self._first[devices], self._count[devices]
+        periods = math.floor(t_s / self.period_s)
+        # How many of a period's intervals have ended: a binary search in the rows of every device.
+        low, high = np.zeros_like(count), count.copy()
+        while (searching := low < high).any():
+            middle = (low + high) // 2
+            ended = searching & (self._off_s[first + np.minimum(middle, count - 1)] <= t_s - periods * self.period_s)
+            low, high = np.where(ended, middle + 1, low), np.where(searching & ~ended, middle, high)
+        number = periods * count + low  # of all intervals since time 0; one of the period before may have lasted
+        # Ends are compared as they are returned, so that rounding moves no answer past one.
+        number -= self._number(number - 1, first, count)[1] > t_s
+        number += self._number(number, first, count)[1] <= t_s
+        return self._number(number, first, count)
+
+    def _number(self, number: Indices, first: Indices, count: Indices) -> tuple[Times, Times]:
+        """When the intervals of these numbers begin and end."""
+        row, start_s = first + number % count, number // count * self.period_s
+        return start_s + self._on_s[row], start_s + self._off_s[row]
+
+
+# -- generated intervals -----------------------------------------------------------------------------------------------
+
+
+class DailyAvailability(Availability):
+    """Devices that are on-line once a day around an hour of their own, most of them at night; assumed, not measured.
+
+    Phones train while they are charged, idle and on a network without metering (Bonawitz et al. 2019). Device i has a
+    usual hour, the mean of two uniform hours of the day, so that the devices' hours, time zones included, gather around
+    the middle of the simulated day: with time 0 at noon, midnight. It has a usual share of the day, uniform around
+    `share`, by at most half of what lies between that and 0 or 1; every day's share varies around this by half as much,
+    and the middle of the day's interval by an hour in 24. The mean share of time on-line is `share`. With .35, 4.2
+    times as many devices are on-line at midnight (.56) as at noon (.14); Bonawitz et al. report 4.
+    """
+
+    def __init__(self, seed: int, share: float = DEFAULT_SHARE, day_s: float = DAY_S) -> None:
+        """Raises ValueError for a share that is not between 0 and 1, or a day that is not positive and finite."""
+        if not 0 < share < 1:
+            raise ValueError(f"share={share!r} must be above 0 and below 1")
+        if not 0 < day_s < math.inf:
+            raise ValueError(f"day_s={day_s!r} must be positive and finite")
+        self.seed, self.share, self.day_s = seed, share, day_s
+
+    def interval(self, i: int, t_s: float) -> tuple[float, float]:
+        today = math.floor(t_s / self.day_s - self._hour(i) + 0.5)
+        on_s, off_s = self._of_day(i, today)
+        if off_s <= t_s:
+            on_s, off_s = self._of_day(i, today + 1)
+        return float(on_s), float(off_s)
+
+    def intervals(self, devices: Indices, t_s: float) -> tuple[Times, Times]:
+        today = np.floor(t_s / self.day_s - self._hour(devices) + 0.5).astype(np.int64)
+        (on_s, off_s), (next_on_s, next_off_s) = self._of_day(devices, today), self._of_day(devices, today + 1)
+        return np.where(off_s > t_s, on_s, next_on_s), np.where(off_s > t_s, off_s, next_off_s)
+
+    def _hour(self, devices: Any) -> Any:
+        return (_uniform(self.seed, 0, devices) + _uniform(self.seed, 1, devices)) / 2
+
+    def _of_day(self, devices: Any, day: Any) -> tuple[Any, Any]:
+        """When the intervals of devices (one, or an array) on these days of theirs begin and end.
+
+        A device's day lasts from half a day before its hour to half a day after it, and the interval lies within it.
+        """
+        spread = min(self.share, 1 - self.share) / 4
+        share = self.share + spread * (4 * _uniform(self.seed, 2, devices) - 2)
+        share = share + spread * (2 * _uniform(self.seed, 3, devices, day) - 1)
+        jitter = np.minimum(MOST_START_JITTER, 0.49 * (1 - share)) * (2 * _uniform(self.seed, 4, devices, day) - 1)
+        middle = day + self._hour(devices) + jitter
+        return self.day_s * (middle - share / 2), self.day_s * (middle + share / 2)
+
+
+def _uniform(seed: int, draw: int, *ids: Any) -> Any:
+    """A number from 0 to 1 for ids (whole numbers, or arrays of them), by chained SplitMix64 (Steele et al. 2014).
+
+    Counters instead of a generator's stream: any day of any device is computed alone, and many at once.
+    """
+    mixed = _mixed(seed)
+    for id_ in (draw, *ids):
+        mixed = _mixed(mixed ^ (id_ & _BITS if isinstance(id_, int) else id_.astype(np.uint64)))
+    return (mixed >> 11) * 2.0**-53
+
+
+def _mixed(x: Any) -> Any:
+    x = (x + 0x9E3779B97F4A7C15) & _BITS
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS
+    return x ^ (x >> 31)
