@@ -142,13 +142,6 @@ class KeptUpdates:
         """Adds the updates of the next chunk in plan order."""
         self.kept += other.kept
 
-    def summed(self) -> WeightedSums:
-        """The sums of the updates, as a worker makes them."""
-        sums = WeightedSums()
-        for update in self.kept:
-            sums.add(update)
-        return sums
-
     @torch.no_grad()
     def finish(self, old: Weights, min_contributors: int = 1, singly: Container[str] = ()) -> Averaged:
         """The new weights, as `WeightedSums.finish`: where too few clients hold a scalar it keeps its old value.

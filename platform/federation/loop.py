@@ -322,11 +322,7 @@ class Loop:
             self.status.beat()
             client_results += result.client_results
             for update in result.sums.kept if isinstance(result.sums, KeptUpdates) else ():
-                part = KeptUpdates([counted(a, update)])
-                if isinstance(sums, WeightedSums):
-                    sums.merge(part.summed())
-                else:
-                    sums.merge(part)
+                sums.add(counted(a, update))
         self._ahead |= {_work(a): result for a, result in zip(more, results, strict=True)}
         return RoundResult(sums, client_results)
 
