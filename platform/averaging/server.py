@@ -5,10 +5,12 @@ no client covers stay unchanged, whatever the server's momentum. Buffers (runnin
 without a rule.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Interval
@@ -18,6 +20,9 @@ from fedloom.platform.averaging.average import Averaged
 from fedloom.platform.plugins import PluginError, Registry, Shipped, is_import_path
 from fedloom.platform.settings import POSITIVE
 from fedloom.platform.spaces.slices import Region, Weights, part_of
+
+if TYPE_CHECKING:
+    from fedloom.platform.averaging.staleness import ArrivalRule
 
 DECAY = Interval(ge=0, lt=1)
 ServerLR = Annotated[float, POSITIVE, "the server's learning rate"]
@@ -138,6 +143,12 @@ SERVER_RULES: Registry[ServerRule] = Registry(
     "server rule",
     Shipped({rule.__name__: rule for rule in (replace, fedavgm, fedadagrad, fedadam, fedyogi)}),
     ("step",),
+)
+
+ARRIVAL_RULES: Registry[ArrivalRule] = Registry(
+    "arrival rule",
+    Shipped({rule: f"fedloom.platform.averaging.staleness:{rule}" for rule in ("fedbuff", "fedasync")}),
+    ("arrival",),
 )
 
 

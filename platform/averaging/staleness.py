@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.server import checked_values
-from fedloom.platform.plugins import Registry, Shipped
 from fedloom.platform.settings import SHARE, ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Weights, part_of
 
@@ -94,11 +93,6 @@ def fedasync(
     """A mixture of the server's weights and the client's, the less of these the older they are (Xie et al. 2019)."""
     weight = mixing * weight_at(arrival.staleness, staleness, exponent, hinge_slope, hinge_start)
     return arrival.value if weight == 1 else torch.lerp(arrival.old, arrival.value, weight)
-
-
-ARRIVAL_RULES: Registry[ArrivalRule] = Registry(
-    "arrival rule", Shipped({"fedbuff": fedbuff, "fedasync": fedasync}), ("arrival",)
-)
 
 
 @torch.no_grad()

@@ -20,16 +20,17 @@ from fedloom.platform.averaging.server import ServerRound
 from fedloom.platform.clients.assignments import Assignment, Evaluation, client_of, evaluations_of
 from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.data.augment import check_augmentation, tried_samples
-from fedloom.platform.federation.asynchronous import (
+from fedloom.platform.federation.processing import Processing, Server
+from fedloom.platform.federation.selection import (
     AT_WORK,
     BEGUN,
-    Answers,
-    Asynchronous,
-    received_before,
-    weights_of_round,
+    HISTORY,
+    MEMORY,
+    Selection,
+    as_asked,
+    for_client,
+    for_server,
 )
-from fedloom.platform.federation.processing import Processing, Server
-from fedloom.platform.federation.selection import HISTORY, MEMORY, Selection, as_asked, for_client, for_server
 from fedloom.platform.federation.training_config import (
     Rules,
     TrainingConfig,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from fedloom.platform.averaging.processors import Processors
     from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.clients.training import LocalSGD
+    from fedloom.platform.federation.asynchronous import Answers, Asynchronous
     from fedloom.platform.federation.selection import Cohort
     from fedloom.platform.federation.world import World
 
@@ -59,6 +61,8 @@ SUPERNET = "supernet"
 """The name of the tensors that are the shared weights of a supernet."""
 CLIENT = "client-"
 """Prefix of the names of client states, followed by the client's id."""
+RECEIVED = "received-"
+"""Prefix of the names of the tensors that clients have received in an earlier round, and still work from."""
 
 
 @dataclass(frozen=True)
@@ -324,9 +328,11 @@ class TrainingStage:
         )
         self.processing = Processing(world, config, self.rules, name, self.population, self.server.parameters)
         self.keeps_updates = self.rules.aggregator.name != MEAN or self.processing.needs_updates
-        self.asynchronous = None
+        self.asynchronous: Asynchronous | None = None
         if config.asynchronous is not None or config.arrivals is not None:
-            self.asynchronous = Asynchronous(world, config, self.rules, self.cohort_size, self.group)
+            from fedloom.platform.federation.asynchronous import Asynchronous  # what only such rounds need
+
+            self.asynchronous = Asynchronous(world, config, self.rules, self.cohort_size, self._received_in)
         self.answers = self.cohort_size if self.asynchronous is None else self.asynchronous.arrivals
         check_cohort(self.rules, self.answers)
         if len(self.population):
@@ -436,10 +442,14 @@ class TrainingStage:
         """The assignments of the clients that begin in the present round, or have begun in an earlier one."""
         begun = present
         if index != state.round:
-            weights = state.groups[weights_of_round(self.group, index)]
+            weights = state.groups[self._received_in(index)]
             groups = {**state.groups, self.group: weights}
             begun = self._begun(replace(state, round=index, data=data, groups=groups), cohort)
         return {client_of(assignment): assignment for assignment in begun.assignments}
+
+    def _received_in(self, index: int) -> str:
+        """The name of the tensors that clients have received in an earlier round."""
+        return f"{RECEIVED}{self.group}-{index}"
 
     def _received_group(self, state: RunState) -> str:
         """The name of the tensors that clients receive."""
@@ -451,13 +461,13 @@ class TrainingStage:
 
     def _older(self, state: RunState) -> list[str]:
         """The names of the tensors that clients have received in earlier rounds."""
-        return [name for name in state.groups if name.startswith(received_before(self.group))]
+        return [name for name in state.groups if name.startswith(RECEIVED)]
 
     def _with_received(self, after: RunState, before: RunState, answers: Answers) -> RunState:
         """The state with the weights from which clients work on, and without those that nobody needs any more."""
-        kept = {weights_of_round(self.group, begun) for begun in answers.begun}
+        kept = {self._received_in(begun) for begun in answers.begun}
         after = after.without_groups(*(name for name in self._older(after) if name not in kept))
-        name = weights_of_round(self.group, before.round)
+        name = self._received_in(before.round)
         return after.with_group(name, before.weights(self._received_group(before))) if name in kept else after
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:

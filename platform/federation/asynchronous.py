@@ -23,9 +23,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedloom.platform.averaging.staleness import ARRIVAL_RULES, arrived
+from fedloom.platform.averaging.server import ARRIVAL_RULES
+from fedloom.platform.averaging.staleness import arrived
 from fedloom.platform.clients.assignments import AccountableTask, Assignment
-from fedloom.platform.federation.selection import Cohort, online_for_s
+from fedloom.platform.federation.selection import AT_WORK, BEGUN, Cohort, online_for_s
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.average import Update
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AT_WORK, BEGUN = "at_work", "begun"
-"""JSON values of the current stage: the clients at work, and the rounds in which they have begun."""
 OVER_SELECTED, STALE = "over_selected", "stale"
 """Statuses of clients whose answers are not waited for, or not any more."""
 
@@ -137,27 +136,18 @@ class Answers:
     counted: Callable[[Assignment, Update], Update] | None = None
 
 
-def received_before(group: str) -> str:
-    """Prefix of the names of the tensors that clients have received in earlier rounds."""
-    return f"received-{group}-"
-
-
-def weights_of_round(group: str, begun: int) -> str:
-    """The name of the tensors that clients have received which began in a round before the present one."""
-    return f"{received_before(group)}{begun}"
-
-
 class Asynchronous:
     """The part of a training stage whose rounds end with their first answers.
 
-    `assignments` are those of the clients that begin in a round, by client id; they are asked for again after a resume,
-    and have to be the same.
+    `received` names the tensor group that clients have received which began in a round before the present one.
     """
 
-    def __init__(self, world: World, config: TrainingConfig, rules: Rules, concurrency: int, group: str) -> None:
+    def __init__(
+        self, world: World, config: TrainingConfig, rules: Rules, concurrency: int, received: Callable[[int], str]
+    ) -> None:
         """Raises ValueError for rules that need everybody's answer, or answers to the same weights."""
         check_rules(config, rules, concurrency)
-        self.world, self.group, self.concurrency, self.key = world, group, concurrency, rules.key
+        self.world, self.concurrency, self.key, self.received = world, concurrency, rules.key, received
         self.goes_on, self.max_staleness = config.asynchronous is not None, config.max_staleness
         self.arrivals = config.arrivals or concurrency
         self.rule = None
@@ -196,7 +186,8 @@ class Asynchronous:
     ) -> tuple[list[Assignment], Answers]:
         """The round's events as assignments in plan order, and what the round is.
 
-        `assignments` makes those of the clients that begin in a round, of its number, cohort and JSON values.
+        `assignments` makes those of the clients that begin in a round, of its number, cohort and JSON values; they are
+        asked for again after a resume, and have to be the same.
         """
         at_work, stale = self._at_work(data, round_)
         begun = {int(number): Begun.of(stored) for number, stored in data.get(BEGUN, {}).items()}
@@ -257,7 +248,7 @@ class Asynchronous:
         assignment = self._from(flight.begun, flight.client_id, flight.begun_s)
         if flight.begun == round_:
             return assignment
-        return replace(assignment, reads=weights_of_round(self.group, flight.begun))
+        return replace(assignment, reads=self.received(flight.begun))
 
     def _from(self, round_: int, client_id: int, begun_s: float) -> Assignment:
         """The assignment of a client that begins in a round at a time."""

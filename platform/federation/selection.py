@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 HISTORY, MEMORY = "history", "selection"
 """JSON values of the current stage: its clients' history, and what its selection rule remembers."""
+AT_WORK, BEGUN = "at_work", "begun"
+"""Others, of asynchronous rounds: the clients at work, and the rounds in which they have begun."""
 FEW = 4
 """Clients that a rule is tried on where a round has all of them."""
 DRAWS_PER_CLIENT = 50

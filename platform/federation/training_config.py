@@ -13,8 +13,7 @@ from annotated_types import Interval
 from fedloom.platform.averaging.aggregators import AGGREGATORS, MEAN, KeptUpdates
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.processors import PROCESSORS
-from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, serve, server_traits
-from fedloom.platform.averaging.staleness import ARRIVAL_RULES
+from fedloom.platform.averaging.server import ARRIVAL_RULES, SERVER_RULES, ServerRound, serve, server_traits
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, weighting_rule, weighting_traits
 from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, begun, local_rule, place_of, refuse_parts
 from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS

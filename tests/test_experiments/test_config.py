@@ -335,7 +335,8 @@ PUBLIC = {
         "max_step_s step_batch_size budget num_gpus num_cpus"
     ),
     "TrainingConfig": (
-        "rounds clients_per_round epochs batch_size optimizer optimizer_state lr momentum idle_momentum weight_decay "
+        "rounds clients_per_round arrivals asynchronous max_staleness epochs batch_size optimizer optimizer_state lr "
+        "momentum idle_momentum weight_decay "
         "clip_norm schedule final_lr_share step_rounds local_warmup_steps local_cosine_to min_contributors selection "
         "local_rule weighting server aggregator augment processors options loss_norms evaluate_every privacy"
     ),
