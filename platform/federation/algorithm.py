@@ -21,7 +21,15 @@ from fedloom.platform.clients.assignments import Assignment, Evaluation, evaluat
 from fedloom.platform.clients.local_rules import STATE
 from fedloom.platform.data.augment import check_augmentation, tried_samples
 from fedloom.platform.federation.processing import Processing, Server
-from fedloom.platform.federation.selection import HISTORY, MEMORY, Selection, as_asked, for_client, for_server
+from fedloom.platform.federation.selection import (
+    HISTORY,
+    MEMORY,
+    Selection,
+    as_asked,
+    for_client,
+    for_server,
+    simulated_devices,
+)
 from fedloom.platform.federation.training_config import (
     Rules,
     TrainingConfig,
@@ -347,12 +355,14 @@ class TrainingStage:
         context = self.processing.context(index, state.weights(self.group), state.data)
         tasks, processors = self.processing.begun(context, tasks, client_ids)
         per_sample = config.epochs * TRAINING_FACTOR * self._macs(state)
+        devices = simulated_devices(world, self.name, index, client_ids)
         assignments = [
             for_client(
                 *(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample),
+                profile=profile,
                 starts_s=starts_s,
             )
-            for c, task in zip(client_ids, tasks, strict=True)
+            for c, task, profile in zip(client_ids, tasks, devices, strict=True)
         ]
         executor = world.config.executor
         stacked = "off" if executor.resident else executor.stack_clients

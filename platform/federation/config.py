@@ -142,6 +142,16 @@ class DevicesConfig:
     availability_share: Annotated[
         float, Interval(gt=0, lt=1), "generated: mean share of the day that a device is on-line"
     ] = DEFAULT_SHARE
+    jitter: Annotated[
+        float,
+        Interval(ge=0, le=2),
+        "sigma of the log-normal factors on each client's compute and link in a round; 0: none",
+    ] = 0.0
+    server_bytes_per_s: Annotated[
+        float | None,
+        POSITIVE,
+        "the server's link in each direction, shared by the clients of a round; null: it limits nobody",
+    ] = None
     deadline_s: Annotated[
         float | None, POSITIVE, "simulated seconds after which a client is left out of its round; null: never"
     ] = None

@@ -19,7 +19,7 @@ from fedloom.platform.clients.assignments import SERVER, Assignment
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, declares
 from fedloom.platform.seeding import stream
-from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
+from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile, fair_rates, jittered
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import ClientResult, Task
@@ -416,6 +416,25 @@ def choose_cohort(
     return select(replace(online, rng=stream(seed, "select", stage, round_)), rule)
 
 
+def simulated_devices(world: World, stage: str, round_: int, client_ids: Sequence[int]) -> list[DeviceProfile]:
+    """The clients' devices in a round: with its jitter, and with their shares of the server's link.
+
+    The shares are those of a round whose clients all transfer all the time: each client's time is known without the
+    others', which a deadline needs, and is no shorter than on a link that is shared anew whenever a transfer ends.
+    """
+    devices, profiles = world.config.devices, [world.profile(c) for c in client_ids]
+    if devices.jitter:
+        seed = world.config.seed_for("selection")
+        rngs = (stream(seed, "jitter", stage, round_, c) for c in client_ids)
+        profiles = [jittered(p, devices.jitter, rng) for p, rng in zip(profiles, rngs, strict=True)]
+    link = devices.server_bytes_per_s
+    if link is None:
+        return profiles
+    down = fair_rates([p.down_bytes_per_s for p in profiles], link)
+    up = fair_rates([p.up_bytes_per_s for p in profiles], link)
+    return [replace(p, down_bytes_per_s=d, up_bytes_per_s=u) for p, d, u in zip(profiles, down, up, strict=True)]
+
+
 def for_client(
     world: World,
     stage: str,
@@ -425,13 +444,15 @@ def for_client(
     task: Task,
     expected_macs: float = 0.0,
     *,
+    profile: DeviceProfile | None = None,
     starts_s: float | None = None,
 ) -> Assignment:
     """One client's assignment, with its simulated device, whether that drops out, and when it goes off-line.
 
-    `starts_s` is the simulated time at which it starts; None for work that devices do not go off-line in.
+    `profile` is its device in this round (see `simulated_devices`), by default as it is at any time. `starts_s` is the
+    simulated time at which it starts; None for work that devices do not go off-line in.
     """
-    profile = world.profile(client_id)
+    profile = world.profile(client_id) if profile is None else profile
     dropped = ""
     if profile.dropout > 0:
         draw = stream(world.config.seed_for("selection"), "dropout", stage, round_, client_id).random()

@@ -13,7 +13,14 @@ from fedloom.platform.clients.networks import ESTIMATED
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState
 from fedloom.platform.federation.method import Stage
-from fedloom.platform.federation.selection import Cohort, choose_cohort, first_online_s, for_client, for_server
+from fedloom.platform.federation.selection import (
+    Cohort,
+    choose_cohort,
+    first_online_s,
+    for_client,
+    for_server,
+    simulated_devices,
+)
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner
@@ -214,7 +221,11 @@ class TierSearchStage(Stage):
         version, statistics = state.version(SUPERNET), config.statistics
         task = ScoreSubnets(tuple(candidates), version, sent_bytes=sent_bytes, statistics=statistics)
         ordered = world.in_plan_order(cohort.client_ids)
-        return [for_client(world, self.name, state.round, cohort, c, task, starts_s=starts_s) for c in ordered]
+        devices = simulated_devices(world, self.name, state.round, ordered)
+        return [
+            for_client(world, self.name, state.round, cohort, c, task, profile=profile, starts_s=starts_s)
+            for c, profile in zip(ordered, devices, strict=True)
+        ]
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Collects scores, and tells the searcher when those of the whole generation are complete."""
