@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.tiers.devices import read_only_column
+from fedloom.tiers.devices import check_rows, read_only_column
 
 DAY_S = 86400.0
 """The seconds of a day."""
@@ -107,8 +107,8 @@ class Intervals:
             if len(column) != len(device_id):
                 raise ValueError(f"column {name} has {len(column)} values, but device_id has {len(device_id)}")
             most, allowed = (np.inf, "0 or more") if name == "device_id" else (LATEST_S, f"from 0 to {LATEST_S:g} s")
-            _check_rows(name, column, (column >= 0) & (column <= most), allowed)
-        _check_rows("off_s", off_s, off_s > on_s, "after the row's on_s")
+            check_rows(name, column, (column >= 0) & (column <= most), allowed)
+        check_rows("off_s", off_s, off_s > on_s, "after the row's on_s")
         order = np.lexsort((on_s, device_id))
         same = device_id[order][1:] == device_id[order][:-1]
         gaps_s = on_s[order][1:] - off_s[order][:-1]
@@ -129,12 +129,6 @@ class Intervals:
     def whole_days_s(self) -> float:
         """The seconds of the whole days that the trace covers."""
         return DAY_S * math.ceil(float(self.off_s.max()) / DAY_S)
-
-
-def _check_rows(name: str, column: npt.NDArray[Any], valid: npt.NDArray[np.bool_], allowed: str) -> None:
-    if not valid.all():
-        row = int(np.argmin(valid))
-        raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
 
 
 class TraceAvailability(Availability):

@@ -78,10 +78,7 @@ class DeviceTable:
         for name in COLUMNS:
             least, most, allowed = ranges.get(name, (0, 1, "a probability, from 0 to 1"))
             column = getattr(self, name)
-            valid = (column >= least) & (column <= most)
-            if not valid.all():
-                row = int(np.argmin(valid))
-                raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
+            check_rows(name, column, (column >= least) & (column <= most), allowed)
 
     def __len__(self) -> int:
         return len(self.device_id)
@@ -127,6 +124,13 @@ def read_only_column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     column = array.astype(np.int64 if name == "device_id" else np.float64, copy=False).view()
     column.setflags(write=False)
     return column
+
+
+def check_rows(name: str, column: npt.NDArray[Any], valid: npt.NDArray[np.bool_], allowed: str) -> None:
+    """Raises ValueError that names the first row of a column that is not valid."""
+    if not valid.all():
+        row = int(np.argmin(valid))
+        raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
 
 
 def _logistic(x: Column) -> Column:
