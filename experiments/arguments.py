@@ -179,8 +179,8 @@ others the range of 32-bit floats.
 CALIBRATE_HELP = """Says how many MACs per second a device does, for devices.macs_per_s or a device table.
 
   fedloom calibrate experiment=fedavg_digits                                     this machine's CPU, timed now
-  fedloom calibrate experiment=fedavg_cifar10 --samples 500 --seconds 41         your device: one pass over 500 samples
-  fedloom calibrate experiment=fedavg_cifar10 --measured phones.csv --out devices.csv
+  fedloom calibrate experiment=fedoras_cifar10 --samples 500 --seconds 41        your device: one pass over 500 samples
+  fedloom calibrate experiment=fedoras_cifar10 --measured phones.csv --out devices.csv
 
 A file has the columns device_id, samples, epochs and seconds (CSV or Parquet), several rows of a device count together.
 The rate is 3 x MACs of the forward passes / seconds, so that the simulated clock gives the measured time again. Seconds

@@ -1,4 +1,4 @@
-"""Tables of devices, of when they are on-line, and of training measured on them, as Parquet or CSV files.
+"""Tables of devices, of when they are online, and of training measured on them, as Parquet or CSV files.
 
 A file is read as something that may be damaged: its size, its columns and the footer of a Parquet file are checked
 before the rows are read, so that no figure in a damaged file decides how much memory or time that takes.
@@ -38,7 +38,7 @@ def read_device_table(path: str | Path) -> DeviceTable:
 
 
 def read_intervals(path: str | Path) -> Intervals:
-    """Reads the intervals in which devices are on-line, from a file with exactly the columns `INTERVAL_COLUMNS`.
+    """Reads the intervals in which devices are online, from a file with exactly the columns `INTERVAL_COLUMNS`.
 
     Raises ValueError as `read_device_table` does.
     """

@@ -96,7 +96,7 @@ class ClientResult:
     )
     peak_memory_bytes: int | None = _column("largest memory of its work", of_time=True)
     status: str = _column(
-        "ok, failed, dropped (the device dropped out or went off-line) or timed_out (after the deadline)", "ok"
+        "ok, failed, dropped (the device dropped out or went offline) or timed_out (after the deadline)", "ok"
     )
     error: str = _column("the cause, unless it is ok", "")
     traceback: str | None = _column("where it failed in the code", of_time=True)
@@ -160,7 +160,7 @@ class Assignment:
     profile: DeviceProfile = DEFAULT_PROFILE
     deadline_s: float | None = None
     offline_s: float | None = None
-    """Simulated seconds from its start to when the device goes off-line, and its work is lost; None: never."""
+    """Simulated seconds from its start to when the device goes offline, and its work is lost; None: never."""
     dropped: str = ""
     """Why the simulated device drops out of the round; empty if it does not."""
     selection_probability: float = 1.0

@@ -293,7 +293,7 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
 
 
 def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
-    """The result of a client whose device has gone off-line before its work was done, with what it had spent by then.
+    """The result of a client whose device has gone offline before its work was done, with what it had spent by then.
 
     Nobody tells the server, which waits for it as for one that drops out.
     """
@@ -301,7 +301,7 @@ def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
     download, computation, upload = done_by(
         assignment.profile, _weighed_macs(done), done.bytes_down, done.bytes_up, assignment.offline_s
     )
-    error = f"the device went off-line after {assignment.offline_s:.6g} s, its work takes {done.simulated_s:.6g} s"
+    error = f"the device went offline after {assignment.offline_s:.6g} s, its work takes {done.simulated_s:.6g} s"
     return replace(
         done,
         status="dropped",

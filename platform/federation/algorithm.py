@@ -143,7 +143,7 @@ class Plan:
     keeps_updates: bool = False
     """Whether the server gets every single update, for an aggregator that compares clients."""
     starts_s: float | None = None
-    """The simulated time at which the round starts, if the server waits for a device that is on-line; None: at once."""
+    """The simulated time at which the round starts, if the server waits for a device that is online; None: at once."""
 
 
 @dataclass(frozen=True)

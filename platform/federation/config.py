@@ -131,7 +131,7 @@ class DevicesConfig:
     availability_table: Annotated[
         str | None,
         PATH,
-        "a file of the intervals in which each device is on-line (CSV, Parquet), or generated (once a day, most at "
+        "a file of the intervals in which each device is online (CSV, Parquet), or generated (once a day, most at "
         "night); null: always",
     ] = None
     availability_period_s: Annotated[
@@ -140,7 +140,7 @@ class DevicesConfig:
         "seconds after which a table repeats (null: the whole days that it has), or of a generated day (null: 86400)",
     ] = None
     availability_share: Annotated[
-        float, Interval(gt=0, lt=1), "generated: mean share of the day that a device is on-line"
+        float, Interval(gt=0, lt=1), "generated: mean share of the day that a device is online"
     ] = DEFAULT_SHARE
     jitter: Annotated[
         float,

@@ -362,7 +362,7 @@ def check_selection(rule: ComponentSpec, size: int | None) -> None:
 
 
 def first_online_s(world: World, client_ids: np.ndarray, now_s: float) -> float:
-    """The simulated time from now at which the first of these clients' devices is on-line."""
+    """The simulated time from now at which the first of these clients' devices is online."""
     if world.availability is None or not len(client_ids):
         return now_s
     return world.availability.first_on_s(client_ids, now_s)
@@ -381,7 +381,7 @@ def choose_cohort(
     *,
     now_s: float = 0.0,
 ) -> Cohort:
-    """The cohort chosen by a selection rule among the devices that are on-line at `now_s`.
+    """The cohort chosen by a selection rule among the devices that are online at `now_s`.
 
     All draws depend only on the selection seed, stage, round and client.
     """
@@ -411,7 +411,7 @@ def choose_cohort(
     cohort = select(choice, rule)
     if availability is None or len(cohort.client_ids) >= min(size, len(eligible)):
         return cohort
-    # Where few are on-line, draws among all clients find too few of them: those that are on-line are listed instead.
+    # Where few are online, draws among all clients find too few of them: those that are online are listed instead.
     online = choice.among(availability.on_of(eligible, now_s))
     return select(replace(online, rng=stream(seed, "select", stage, round_)), rule)
 
@@ -447,10 +447,10 @@ def for_client(
     profile: DeviceProfile | None = None,
     starts_s: float | None = None,
 ) -> Assignment:
-    """One client's assignment, with its simulated device, whether that drops out, and when it goes off-line.
+    """One client's assignment, with its simulated device, whether that drops out, and when it goes offline.
 
     `profile` is its device in this round (see `simulated_devices`), by default as it is at any time. `starts_s` is the
-    simulated time at which it starts; None for work that devices do not go off-line in.
+    simulated time at which it starts; None for work that devices do not go offline in.
     """
     profile = world.profile(client_id) if profile is None else profile
     dropped = ""

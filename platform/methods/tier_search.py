@@ -202,7 +202,7 @@ class TierSearchStage(Stage):
     ) -> list[Assignment]:
         """The part-th cohort of a generation; a single draw for the whole generation makes its clients distinct.
 
-        With devices that are not always on-line it is a draw of its own, among those that were in no part yet.
+        With devices that are not always online it is a draw of its own, among those that were in no part yet.
         """
         config, world, uniform = self.config, self.world, ComponentSpec("uniform")
         size = config.clients_per_round * config.scoring_rounds

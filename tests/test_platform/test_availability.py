@@ -1,4 +1,4 @@
-"""Rounds with devices that are not always on-line, jitter, and a link that a round's clients share."""
+"""Rounds with devices that are not always online, jitter, and a link that a round's clients share."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ TASK = Train(Subnet((0,)), LocalSGD(epochs=1, batch_size=1, lr=0.1))
 
 
 def with_table(make: Make, path: Path, lines: list[str], **changes: Any) -> RunConfig:
-    """Three clients per round of FedAvg's eight, which are on-line as the lines of a table say, again every 100 s."""
+    """Three clients per round of FedAvg's eight, which are online as the lines of a table say, again every 100 s."""
     path.write_text("\n".join(["device_id,on_s,off_s", *lines]))
     train = TrainingConfig(rounds=2, clients_per_round=3, batch_size=16)
     devices = DevicesConfig(availability_table=str(path), availability_period_s=100.0, **changes)
@@ -71,7 +71,7 @@ def test_what_is_generated_depends_on_the_partitions_seed_and_its_keys(tiny_conf
     ("lines", "message"),
     [
         ([f"{c},0,5" for c in range(7)], "on.csv: there is no interval of device 7: give each of 8 clients' devices"),
-        ([f"{c},0,105" for c in range(8)], "on.csv: device 0 is on-line until 105 s, after the period of 100 s"),
+        ([f"{c},0,105" for c in range(8)], "on.csv: device 0 is online until 105 s, after the period of 100 s"),
         (["0,5,0"], "on.csv: column off_s, row 0: 0 must be after the row's on_s"),
     ],
 )
@@ -128,7 +128,7 @@ def some_world(tmp_path_factory: pytest.TempPathFactory, tiny_config_in: Make) -
 def test_the_server_waits_for_the_first_device_and_loses_who_goes_off_line(
     tiny_config: Make, tmp_path: Path, run_stages: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At 50 s three of eight are on-line, one of them for a millisecond; at 50.5 s five others."""
+    """At 50 s three of eight are online, one of them for a millisecond; at 50.5 s five others."""
     lines = [f"{c},50,60" for c in (0, 1)] + ["2,50,50.001"] + [f"{c},50.5,60" for c in range(3, 8)]
     config = with_table(tiny_config, tmp_path / "on.csv", lines, macs_per_s=[1e6])
     config.method.train.clients_per_round = 4
@@ -138,18 +138,18 @@ def test_the_server_waits_for_the_first_device_and_loses_who_goes_off_line(
     first, second = (clients[clients["round"] == r].set_index("client_id") for r in range(2))
     assert set(first.index) == {0, 1, 2}
     assert first["status"].to_dict() == {0: "ok", 1: "ok", 2: "dropped"}
-    assert first.loc[2, "error"].startswith("the device went off-line after 0.001 s, its work takes ")
+    assert first.loc[2, "error"].startswith("the device went offline after 0.001 s, its work takes ")
     assert first.loc[2, "macs"] == first.loc[2, "bytes_up"] == first.loc[2, "samples"] == 0
     assert first.loc[2, "bytes_down"] == 2500, "a thousandth of 2.5 MB/s"
     lasts_s = first["simulated_s"].max()
     assert rounds["simulated_s"][0] == pytest.approx(50.0 + lasts_s)
     assert state.simulated_s == pytest.approx(rounds["simulated_s"].sum())
-    assert 0.5 < lasts_s < 9.0, "so that the others are on-line when the second round starts"
+    assert 0.5 < lasts_s < 9.0, "so that the others are online when the second round starts"
     assert len(second) == 4
     assert 2 not in second.index
     told = [record.getMessage() for record in caplog.records]
-    assert "fedavg: no device is on-line at 0 s of simulated time, and the server waits for 50 s" in told[0]
-    assert "at 50 s of simulated time 3 of 8 devices are on-line, and the round has 3 clients instead of 4" in told[1]
+    assert "fedavg: no device is online at 0 s of simulated time, and the server waits for 50 s" in told[0]
+    assert "at 50 s of simulated time 3 of 8 devices are online, and the round has 3 clients instead of 4" in told[1]
 
 
 def test_measurements_go_on_off_line(tiny_config: Make, tmp_path: Path, some_world: World) -> None:

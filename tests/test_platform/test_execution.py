@@ -270,7 +270,7 @@ def test_who_goes_off_line_is_dropped_with_what_it_has_spent(
     assignment = planned(good, offline_s=offline_s, deadline_s=deadline_s)
     report = run_assignment(fake_worker(), assignment, SHARED, sums := WeightedSums())
     assert report.status == "dropped"
-    assert report.error == f"the device went off-line after {offline_s:g} s, its work takes 11 s"
+    assert report.error == f"the device went offline after {offline_s:g} s, its work takes 11 s"
     assert (report.bytes_down, report.macs, report.bytes_up) == spent
     assert report.simulated_s == waited_s
     assert (report.samples, report.steps, report.loss, report.metric) == (0, 0, None, None)

@@ -45,7 +45,7 @@ def read(paths: RunPaths, table: str) -> pd.DataFrame:
 
 def restless(make: Callable[..., RunConfig]) -> RunConfig:
     """All that a run's state can hold: federated search, dynamic budgets, devices that drop out,
-    go off-line or come too late.
+    go offline or come too late.
     """
     config = make(
         tiers=TiersConfig(count=2, paths=2000, budget=BudgetConfig("trace")),
