@@ -68,13 +68,12 @@ class Availability(ABC):
     def first_on_s(self, devices: Indices, t_s: float) -> float:
         """The first time from `t_s` at which any of these devices is online; infinity without devices.
 
-        It looks at a few devices at a time and no further than the first one that is online at `t_s`.
+        It looks at a few devices, then at more, and no further than the first one that is online at `t_s`.
         """
-        first_s = math.inf
-        for start in range(0, len(devices), _AT_ONCE):
-            first_s = min(first_s, float(self.next_on_s(devices[start : start + _AT_ONCE], t_s).min()))
-            if first_s == t_s:
-                break
+        first_s, start, size = math.inf, 0, 64
+        while start < len(devices) and first_s > t_s:
+            first_s = min(first_s, float(self.next_on_s(devices[start : start + size], t_s).min()))
+            start, size = start + size, min(4 * size, _AT_ONCE)
         return first_s
 
     def on_of(self, devices: Indices, t_s: float) -> Indices:
@@ -210,6 +209,7 @@ class DailyAvailability(Availability):
         self.seed, self.share, self.day_s = seed, share, day_s
 
     def interval(self, i: int, t_s: float) -> tuple[float, float]:
+        i = int(i)  # numbers of NumPy would warn of the overflows that mix the bits
         today = math.floor(t_s / self.day_s - self._hour(i) + 0.5)
         on_s, off_s = self._of_day(i, today)
         if off_s <= t_s:

@@ -265,8 +265,8 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     simulated_s = _simulated_s(assignment, result)
     deadline_s = math.inf if assignment.deadline_s is None else assignment.deadline_s
     goes_off = assignment.offline_s is not None and assignment.offline_s < min(simulated_s, deadline_s)
-    late = goes_off or simulated_s > deadline_s
-    if result.update is not None and not late:
+    ignored = goes_off or simulated_s > deadline_s
+    if result.update is not None and not ignored:
         broken = first_not_finite(result.update.tensors)
         if broken is not None:
             raise TaskError(f"the update is not finite (first in {broken}): it was left out of the average")
@@ -281,9 +281,9 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
         simulated_s=simulated_s,
         peak_memory_bytes=peak,
         fallback=worker.not_compiled,
-        state=None if late or result.state is None else own_copy(result.state),
+        state=None if ignored or result.state is None else own_copy(result.state),
     )
-    if not late:
+    if not ignored:
         return done
     if goes_off:
         return _gone_off(assignment, done)

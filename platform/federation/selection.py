@@ -390,8 +390,8 @@ def choose_cohort(
     def available(client_id: int) -> bool:
         if availability is not None and not availability.is_on(client_id, now_s):
             return False
-        draw = stream(seed, "available", stage, round_, client_id).random()
-        return bool(draw < world.profile(client_id).availability)
+        share = world.profile(client_id).availability
+        return share == 1.0 or bool(stream(seed, "available", stage, round_, client_id).random() < share)
 
     choice = Choice(
         round=round_,

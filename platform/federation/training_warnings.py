@@ -90,6 +90,8 @@ class TrainingWarnings:
             "column error of the table clients says why; against lost or late devices lower devices.dropout, or "
             "raise devices.availability or devices.deadline_s"
         )
+        if self.world.availability is not None:
+            untrained += "; devices that go offline must be online for longer than their work takes"
         if stages_before == 0:
             raise ValueError(untrained)
         logger.warning(untrained)

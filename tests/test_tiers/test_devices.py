@@ -187,6 +187,32 @@ def test_fair_shares_use_the_link_and_favour_nobody(most: list[float], link: flo
     assert max(rates) <= min(limited, default=math.inf) * (1 + 1e-9)  # who gets less than it can take gets the most
 
 
+def fluid_times_s(transfers: list[tuple[float, float]], link: float) -> list[float]:
+    """When transfers (bytes, most bytes per second) that begin together end on a link that is shared anew each time."""
+    left, now_s, ends_s = dict(enumerate(amount for amount, _ in transfers)), 0.0, [0.0] * len(transfers)
+    while left:
+        rates = dict(zip(left, fair_rates([transfers[i][1] for i in left], link), strict=True))
+        passes_s, ended = min((left[i] / rates[i], i) for i in left)
+        now_s += passes_s
+        left = {i: left[i] - rates[i] * passes_s for i in left if i != ended}
+        ends_s[ended] = now_s
+    return ends_s
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 1e3), st.floats(1.0, 1e3)), min_size=1, max_size=6), st.floats(1.0, 1e3))
+def test_shares_for_a_whole_round_are_no_faster_than_a_fluid_link(
+    transfers: list[tuple[float, float]], link: float
+) -> None:
+    rates = fair_rates([most for _, most in transfers], link)
+    for (amount, _), rate, fluid_s in zip(transfers, rates, fluid_times_s(transfers, link), strict=True):
+        assert fluid_s <= amount / rate * (1 + 1e-6) + 1e-9
+
+
+def test_a_fluid_link_by_hand() -> None:
+    """10 and 20 bytes on 2 bytes/s: 1 each for 10 s, then 2 for 5 s; with fixed shares the second takes 20 s."""
+    assert fluid_times_s([(10.0, 9.0), (20.0, 9.0)], 2.0) == [10.0, 15.0]
+
+
 def test_jitter_scales_compute_and_link() -> None:
     phone = DeviceProfile("phone", 8.0, 4.0, 2.0, 0.9, 0.1)
     many = [jittered(phone, 0.5, np.random.default_rng(i)) for i in range(2000)]
