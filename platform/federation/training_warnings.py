@@ -61,8 +61,8 @@ class TrainingWarnings:
         if online < size:
             self._had_few = True
             logger.warning(
-                "%s: at %.6g s of simulated time %d of %d devices are online, and the round has %d clients instead of "
-                "%d; this is said once, the column clients_planned of rounds tells it of every round",
+                "%s: at %.6g s of simulated time %d of %d devices are online, and the round has %d of its %d clients; "
+                "this is said once, the column clients_planned of rounds tells it of every round",
                 *(self.stage, starts_s, online, len(selection.population), planned, size),
             )
 

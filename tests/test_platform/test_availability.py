@@ -149,7 +149,7 @@ def test_the_server_waits_for_the_first_device_and_loses_who_goes_off_line(
     assert 2 not in second.index
     told = [record.getMessage() for record in caplog.records]
     assert "fedavg: no device is online at 0 s of simulated time, and the server waits for 50 s" in told[0]
-    assert "at 50 s of simulated time 3 of 8 devices are online, and the round has 3 clients instead of 4" in told[1]
+    assert "at 50 s of simulated time 3 of 8 devices are online, and the round has 3 of its 4 clients" in told[1]
 
 
 def test_measurements_go_on_off_line(tiny_config: Make, tmp_path: Path, some_world: World) -> None:
