@@ -44,9 +44,7 @@ def read(paths: RunPaths, table: str) -> pd.DataFrame:
 
 
 def restless(make: Callable[..., RunConfig]) -> RunConfig:
-    """All that a run's state can hold: federated search, dynamic budgets, devices that drop out,
-    go offline or come too late.
-    """
+    """All that a run's state can hold: federated search, dynamic budgets, devices that are lost, offline or late."""
     config = make(
         tiers=TiersConfig(count=2, paths=2000, budget=BudgetConfig("trace")),
         devices=DevicesConfig(
@@ -54,11 +52,11 @@ def restless(make: Callable[..., RunConfig]) -> RunConfig:
             availability=0.9,
             dropout=0.1,
             availability_table="generated",
-            availability_period_s=3.0,
+            availability_period_s=1.0,
             availability_share=0.8,
-            jitter=0.1,
-            server_bytes_per_s=1e7,
-            deadline_s=0.12,
+            jitter=0.05,
+            server_bytes_per_s=4e6,
+            deadline_s=0.14,
         ),
         executor=ExecutorConfig(kind="serial", chunk_size=2),
     )
