@@ -12,7 +12,7 @@ from annotated_types import Interval
 from fedloom.experiments.runs.overrides import last_values
 from fedloom.experiments.terminal import CONFIGURATION
 from fedloom.platform.search.base import Metric
-from fedloom.platform.settings import PATH, POSITIVE, UP_TO_A_MILLION, Setting, is_path
+from fedloom.platform.settings import ONE_OR_MORE, PATH, POSITIVE, UP_TO_A_MILLION, Setting, is_path
 from fedloom.platform.words import MOST_SAID, shown
 
 Handler = Callable[[argparse.Namespace], int]
@@ -176,6 +176,17 @@ others the range of 32-bit floats.
   fedloom keys method.train.options method.train.server=fedadam     the options of what is chosen
 """
 
+CALIBRATE_HELP = """Says how many MACs per second a device does, for devices.macs_per_s or a device table.
+
+  fedloom calibrate experiment=fedavg_digits                                     this machine's CPU, timed now
+  fedloom calibrate experiment=fedoras_cifar10 --samples 500 --seconds 41        your device: one pass over 500 samples
+  fedloom calibrate experiment=fedoras_cifar10 --measured phones.csv --out devices.csv
+
+A file has the columns device_id, samples, epochs and seconds (CSV or Parquet), several rows of a device count together.
+The rate is 3 x MACs of the forward passes / seconds, so that the simulated clock gives the measured time again. Seconds
+are those of training alone, without transfers, of --architecture in the experiment's space.
+"""
+
 PLUGINS_HELP = """Lists, place by place, what can be chosen by name. Everywhere module:name takes code of your own.
 
   fedloom plugins server                 the server rules, their options, and how one of your own is called
@@ -331,6 +342,23 @@ COMMANDS: Mapping[str, Command] = {
         ABLATE_HELP,
     ),
     "describe": Command("a space's size, costs and tiers", (_overrides("space=NAME (or experiment=NAME), ..."),)),
+    "calibrate": Command(
+        "a simulated device's MACs per second, from measured training",
+        (
+            _overrides("experiment=NAME and whatever differs from it"),
+            Argument("--architecture", default="largest", help="of the network that was trained (default: largest)"),
+            (
+                Argument("--seconds", type=_number(Annotated[float, POSITIVE]), help="that the training took"),
+                Argument("--measured", metavar="FILE", type=_path, help="measured trainings of many devices"),
+            ),
+            Argument("--samples", type=_number(Annotated[int, ONE_OR_MORE]), help="that were trained on"),
+            Argument(
+                "--epochs", default=1, type=_number(Annotated[int, ONE_OR_MORE]), help="passes over them (default: 1)"
+            ),
+            Argument("--out", type=_path, help="write the devices of --measured as a table for tiers.device_table"),
+        ),
+        CALIBRATE_HELP,
+    ),
     "keys": Command(
         "every configuration key with its type, default, range and meaning",
         (_many("given", "PREFIX or key=value", "method.train, or experiment=NAME, method=NAME, ..."),),

@@ -218,6 +218,15 @@ def _describe(args: argparse.Namespace) -> int:
     return OK
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    from fedloom.experiments.runs.calibrate import calibrate
+    from fedloom.experiments.terminal import show_facts
+
+    options = ("architecture", "samples", "epochs", "seconds", "measured", "out")
+    show_facts(calibrate(args.overrides, **{name: getattr(args, name) for name in options}), as_json=args.json)
+    return OK
+
+
 def _keys(args: argparse.Namespace) -> int:
     from fedloom.experiments.catalogue import known_keys, show_keys, whose_keys
 
@@ -377,6 +386,7 @@ HANDLERS: Mapping[str, Handler] = {
     "attach": _attach,
     "ablate": _ablate,
     "describe": _describe,
+    "calibrate": _calibrate,
     "keys": _keys,
     "plugins": _plugins,
     "tables": _tables,

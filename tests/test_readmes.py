@@ -212,7 +212,7 @@ def test_commands_parse_and_configurations_compose(words: list[str], beside: Non
     command, overrides = words[0], list(getattr(args, "overrides", ()))
     long, short = ALIASES.get(command, ("", ""))
     overrides = [o.replace(long, short, 1) if long and o.startswith(long) else o for o in overrides]
-    if command in ("run", "describe", "prepare"):
+    if command in ("run", "describe", "calibrate", "prepare"):
         composed(overrides)
     elif command == "resume":
         change_stored(compose_config([]), overrides)

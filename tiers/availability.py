@@ -1,8 +1,8 @@
-"""When simulated devices are on-line: intervals from a table, or generated with a daily rhythm.
+"""When simulated devices are online: intervals from a table, or generated with a daily rhythm.
 
 All answers are pure functions of a device and a simulated time, computed on demand: nothing is kept per device beside
 a table's intervals, and neither the order nor the process of the questions matters. Intervals are half-open: a device
-that goes off-line at `t` is off at `t`.
+that goes offline at `t` is off at `t`.
 """
 
 import math
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedloom.tiers.devices import read_only_column
+from fedloom.tiers.devices import check_rows, read_only_column
 
 DAY_S = 86400.0
 """The seconds of a day."""
 DEFAULT_SHARE = 0.35
-"""The share of a day that a generated device is on-line: somewhat more than eight hours (assumed)."""
+"""The share of a day that a generated device is online: somewhat more than eight hours (assumed)."""
 INTERVAL_COLUMNS = ("device_id", "on_s", "off_s")
 """The columns of a table of intervals."""
 LATEST_S = 1e12
@@ -34,11 +34,11 @@ Indices = npt.NDArray[np.int64]
 
 
 class Availability(ABC):
-    """When devices are on-line; devices are counted from 0, times are simulated seconds of 0 or more."""
+    """When devices are online; devices are counted from 0, times are simulated seconds of 0 or more."""
 
     @abstractmethod
     def intervals(self, devices: Indices, t_s: float) -> tuple[Times, Times]:
-        """For each device of shape (devices,) the interval on-line that has begun at `t_s`, or the next one.
+        """For each device of shape (devices,) the interval online that has begun at `t_s`, or the next one.
 
         Returns when the intervals begin and end, the end after `t_s`; an end may be infinite.
         """
@@ -49,16 +49,16 @@ class Availability(ABC):
         return float(on_s[0]), float(off_s[0])
 
     def is_on(self, i: int, t_s: float) -> bool:
-        """Whether device `i` is on-line at `t_s`."""
+        """Whether device `i` is online at `t_s`."""
         return self.interval(i, t_s)[0] <= t_s
 
     def off_at(self, i: int, t_s: float) -> float:
-        """When device `i`, which is on-line at `t_s`, goes off-line: infinity if never, `t_s` itself if it is off."""
+        """When device `i`, which is online at `t_s`, goes offline: infinity if never, `t_s` itself if it is off."""
         on_s, off_s = self.interval(i, t_s)
         return off_s if on_s <= t_s else t_s
 
     def on_at(self, i: int, t_s: float) -> float:
-        """The first time from `t_s` at which device `i` is on-line: `t_s` itself if it is."""
+        """The first time from `t_s` at which device `i` is online: `t_s` itself if it is."""
         return max(self.interval(i, t_s)[0], t_s)
 
     def next_on_s(self, devices: Indices, t_s: float) -> Times:
@@ -66,19 +66,18 @@ class Availability(ABC):
         return np.maximum(self.intervals(devices, t_s)[0], t_s)
 
     def first_on_s(self, devices: Indices, t_s: float) -> float:
-        """The first time from `t_s` at which any of these devices is on-line; infinity without devices.
+        """The first time from `t_s` at which any of these devices is online; infinity without devices.
 
-        It looks at a few devices at a time and no further than the first one that is on-line at `t_s`.
+        It looks at a few devices, then at more, and no further than the first one that is online at `t_s`.
         """
-        first_s = math.inf
-        for start in range(0, len(devices), _AT_ONCE):
-            first_s = min(first_s, float(self.next_on_s(devices[start : start + _AT_ONCE], t_s).min()))
-            if first_s == t_s:
-                break
+        first_s, start, size = math.inf, 0, 64
+        while start < len(devices) and first_s > t_s:
+            first_s = min(first_s, float(self.next_on_s(devices[start : start + size], t_s).min()))
+            start, size = start + size, min(4 * size, _AT_ONCE)
         return first_s
 
     def on_of(self, devices: Indices, t_s: float) -> Indices:
-        """Those of the devices that are on-line at `t_s`, in their order."""
+        """Those of the devices that are online at `t_s`, in their order."""
         parts = [devices[start : start + _AT_ONCE] for start in range(0, len(devices), _AT_ONCE)]
         return np.concatenate([part[self.next_on_s(part, t_s) == t_s] for part in parts] or [devices])
 
@@ -88,7 +87,7 @@ class Availability(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """A trace: one row per interval in which a device is on-line, sorted by device and time; all arrays are read-only.
+    """A trace: one row per interval in which a device is online, sorted by device and time; all arrays are read-only.
 
     Raises ValueError that names the column and the row, as numbered in what was passed, of an invalid value: times
     outside 0 to `LATEST_S`, an interval that does not end after it begins, or two of a device that overlap.
@@ -107,8 +106,8 @@ class Intervals:
             if len(column) != len(device_id):
                 raise ValueError(f"column {name} has {len(column)} values, but device_id has {len(device_id)}")
             most, allowed = (np.inf, "0 or more") if name == "device_id" else (LATEST_S, f"from 0 to {LATEST_S:g} s")
-            _check_rows(name, column, (column >= 0) & (column <= most), allowed)
-        _check_rows("off_s", off_s, off_s > on_s, "after the row's on_s")
+            check_rows(name, column, (column >= 0) & (column <= most), allowed)
+        check_rows("off_s", off_s, off_s > on_s, "after the row's on_s")
         order = np.lexsort((on_s, device_id))
         same = device_id[order][1:] == device_id[order][:-1]
         gaps_s = on_s[order][1:] - off_s[order][:-1]
@@ -116,7 +115,7 @@ class Intervals:
         if len(overlapping):
             first, second = order[overlapping[0]], order[overlapping[0] + 1]
             raise ValueError(
-                f"rows {first} and {second}: device {device_id[first]} is on-line from {on_s[first]:g} to "
+                f"rows {first} and {second}: device {device_id[first]} is online from {on_s[first]:g} to "
                 f"{off_s[first]:g} s and from {on_s[second]:g} s: a device's intervals must not overlap"
             )
         joined = same & (gaps_s == 0)
@@ -131,14 +130,8 @@ class Intervals:
         return DAY_S * math.ceil(float(self.off_s.max()) / DAY_S)
 
 
-def _check_rows(name: str, column: npt.NDArray[Any], valid: npt.NDArray[np.bool_], allowed: str) -> None:
-    if not valid.all():
-        row = int(np.argmin(valid))
-        raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
-
-
 class TraceAvailability(Availability):
-    """Devices that are on-line in the intervals of a trace, which repeats, as the traces of FedScale do.
+    """Devices that are online in the intervals of a trace, which repeats, as the traces of FedScale do.
 
     Device i is the one with `device_ids[i]`; several may share one. An interval up to the period's end and one from 0
     are one interval.
@@ -154,7 +147,7 @@ class TraceAvailability(Availability):
         row = int(off_s.argmax())
         if off_s[row] > self.period_s:
             raise ValueError(
-                f"device {trace.device_id[row]} is on-line until {off_s[row]:g} s, after the period of "
+                f"device {trace.device_id[row]} is online until {off_s[row]:g} s, after the period of "
                 f"{self.period_s:g} s: give a period of at least {off_s[row]:g} s"
             )
         ids, first, count = np.unique(trace.device_id, return_index=True, return_counts=True)
@@ -197,14 +190,14 @@ class TraceAvailability(Availability):
 
 
 class DailyAvailability(Availability):
-    """Devices that are on-line once a day around an hour of their own, most of them at night; assumed, not measured.
+    """Devices that are online once a day around an hour of their own, most of them at night; assumed, not measured.
 
     Phones train while they are charged, idle and on a network without metering (Bonawitz et al. 2019). Device i has a
     usual hour, the mean of two uniform hours of the day, so that the devices' hours, time zones included, gather around
     the middle of the simulated day: with time 0 at noon, midnight. It has a usual share of the day, uniform around
     `share`, by at most half of what lies between that and 0 or 1; every day's share varies around this by half as much,
-    and the middle of the day's interval by an hour in 24. The mean share of time on-line is `share`. With .35, 4.2
-    times as many devices are on-line at midnight (.56) as at noon (.14); Bonawitz et al. report 4.
+    and the middle of the day's interval by an hour in 24. The mean share of time online is `share`. With .35, 4.2
+    times as many devices are online at midnight (.56) as at noon (.14); Bonawitz et al. report 4.
     """
 
     def __init__(self, seed: int, share: float = DEFAULT_SHARE, day_s: float = DAY_S) -> None:
@@ -216,6 +209,7 @@ class DailyAvailability(Availability):
         self.seed, self.share, self.day_s = seed, share, day_s
 
     def interval(self, i: int, t_s: float) -> tuple[float, float]:
+        i = int(i)  # numbers of NumPy would warn of the overflows that mix the bits
         today = math.floor(t_s / self.day_s - self._hour(i) + 0.5)
         on_s, off_s = self._of_day(i, today)
         if off_s <= t_s:

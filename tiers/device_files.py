@@ -1,4 +1,4 @@
-"""Tables of devices, and of the intervals in which they are on-line, as Parquet or CSV files.
+"""Tables of devices, of when they are online, and of training measured on them, as Parquet or CSV files.
 
 A file is read as something that may be damaged: its size, its columns and the footer of a Parquet file are checked
 before the rows are read, so that no figure in a damaged file decides how much memory or time that takes.
@@ -15,6 +15,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from fedloom.tiers.availability import INTERVAL_COLUMNS, Intervals
+from fedloom.tiers.calibration import MEASURED_COLUMNS, MeasuredTraining
 from fedloom.tiers.devices import COLUMNS, DeviceTable
 
 T = TypeVar("T")
@@ -37,11 +38,16 @@ def read_device_table(path: str | Path) -> DeviceTable:
 
 
 def read_intervals(path: str | Path) -> Intervals:
-    """Reads the intervals in which devices are on-line, from a file with exactly the columns `INTERVAL_COLUMNS`.
+    """Reads the intervals in which devices are online, from a file with exactly the columns `INTERVAL_COLUMNS`.
 
     Raises ValueError as `read_device_table` does.
     """
     return _read(Path(path), _Kind("an availability table", INTERVAL_COLUMNS, MOST_INTERVALS), Intervals)
+
+
+def read_measured_training(path: str | Path) -> MeasuredTraining:
+    """Reads measured trainings, from a file with exactly the columns `MEASURED_COLUMNS`; raises as the others do."""
+    return _read(Path(path), _Kind("a table of measured training", MEASURED_COLUMNS, MOST_ROWS), MeasuredTraining)
 
 
 def write_device_table(path: str | Path, table: DeviceTable) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,7 @@ class DeviceTable:
         for name in COLUMNS:
             least, most, allowed = ranges.get(name, (0, 1, "a probability, from 0 to 1"))
             column = getattr(self, name)
-            valid = (column >= least) & (column <= most)
-            if not valid.all():
-                row = int(np.argmin(valid))
-                raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
+            check_rows(name, column, (column >= least) & (column <= most), allowed)
 
     def __len__(self) -> int:
         return len(self.device_id)
@@ -129,6 +126,13 @@ def read_only_column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     return column
 
 
+def check_rows(name: str, column: npt.NDArray[Any], valid: npt.NDArray[np.bool_], allowed: str) -> None:
+    """Raises ValueError that names the first row of a column that is not valid."""
+    if not valid.all():
+        row = int(np.argmin(valid))
+        raise ValueError(f"column {name}, row {row}: {column[row]:g} must be {allowed}")
+
+
 def _logistic(x: Column) -> Column:
     return 1 / (1 + np.exp(-x))
 
@@ -157,6 +161,30 @@ def client_time_s(
     down_s = bytes_down / profile.down_bytes_per_s
     compute_s = factor * macs / profile.macs_per_s
     return down_s + compute_s + bytes_up / profile.up_bytes_per_s
+
+
+def jittered(profile: DeviceProfile, sigma: float, rng: np.random.Generator) -> DeviceProfile:
+    """The device in one round: its compute and its link, each times a log-normal factor of median 1 and this sigma."""
+    compute, link = np.exp(sigma * rng.standard_normal(2)).tolist()
+    return replace(
+        profile,
+        macs_per_s=profile.macs_per_s * compute,
+        down_bytes_per_s=profile.down_bytes_per_s * link,
+        up_bytes_per_s=profile.up_bytes_per_s * link,
+    )
+
+
+def fair_rates(most_bytes_per_s: Sequence[float], link_bytes_per_s: float) -> list[float]:
+    """Max-min fair shares of a link by transfers that can take at most these rates, by progressive filling.
+
+    Nobody gets more than it can take; what slow ones leave is shared equally by the others (Bertsekas and Gallager
+    1992, Sec. 6.5).
+    """
+    rates, left = [0.0] * len(most_bytes_per_s), link_bytes_per_s
+    for served, i in enumerate(sorted(range(len(rates)), key=lambda i: most_bytes_per_s[i])):
+        rates[i] = min(most_bytes_per_s[i], left / (len(rates) - served))
+        left -= rates[i]
+    return rates
 
 
 def done_by(

@@ -34,9 +34,16 @@ LATER = (
     "local_cosine_to",
     "coupled",
     "compile",
+    "availability_table",
+    "availability_period_s",
+    "jitter",
+    "server_bytes_per_s",
 )
 """Keys that came after the first records, which are of runs without them."""
-LATER_WORDS = (("aggregator", "mean"), ("optimizer", "sgd"), ("optimizer_state", "fresh"), ("shards_per_client", 2))
+LATER_WORDS = (
+    *(("aggregator", "mean"), ("optimizer", "sgd"), ("optimizer_state", "fresh"), ("shards_per_client", 2)),
+    ("availability_share", 0.35),
+)
 """Others, with the values of runs without them."""
 
 

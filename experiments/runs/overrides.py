@@ -20,6 +20,7 @@ ENDINGS = (".yaml", ".yml")
 """Endings of presets of the user's own."""
 SYNONYMS = {
     "alpha": "concentration, dirichlet, dirichlet_alpha, lda_alpha, non_iid",
+    "availability_table": "availability_trace, behavior_trace, client_behave_trace, online, trace",
     "batch_size": "batch, bs, local_batch_size, local_bs, mini_batch_size, train_batch_size",
     "checkpoint.every": "checkpoint_every, checkpoint_interval, save_every",
     "clients_per_round": "clients, cohort, cohort_size, fraction, fraction_fit, num_participants, participants, "
@@ -51,6 +52,7 @@ SYNONYMS = {
     "seed": "manual_seed, random_seed, rng_seed",
     "selection": "client_selection, sampler, selector",
     "server": "aggregator, optim, optimiser, server_optimizer, server_rule",
+    "server_bytes_per_s": "bandwidth, server_bandwidth",
     "space.name": "arch, architecture, backbone, model, net, network, search_space",
     "tiers.count": "num_tiers, tiers",
     "weight_decay": "l2, wd",

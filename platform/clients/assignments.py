@@ -96,7 +96,7 @@ class ClientResult:
     )
     peak_memory_bytes: int | None = _column("largest memory of its work", of_time=True)
     status: str = _column(
-        "ok, failed, dropped (the device dropped out or went off-line), timed_out (after the deadline), over_selected "
+        "ok, failed, dropped (the device dropped out or went offline), timed_out (after the deadline), over_selected "
         "(others were faster) or stale (too old)",
         "ok",
     )
@@ -169,7 +169,7 @@ class Assignment:
     profile: DeviceProfile = DEFAULT_PROFILE
     deadline_s: float | None = None
     offline_s: float | None = None
-    """Simulated seconds from its start to when the device goes off-line, and its work is lost; None: never."""
+    """Simulated seconds from its start to when the device goes offline, and its work is lost; None: never."""
     dropped: str = ""
     """Why the simulated device drops out of the round; empty if it does not."""
     selection_probability: float = 1.0

@@ -284,8 +284,8 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     simulated_s = simulated_time_s(assignment, result)
     deadline_s = math.inf if assignment.deadline_s is None else assignment.deadline_s
     goes_off = assignment.offline_s is not None and assignment.offline_s < min(simulated_s, deadline_s)
-    late = goes_off or simulated_s > deadline_s
-    if result.update is not None and not late:
+    ignored = goes_off or simulated_s > deadline_s
+    if result.update is not None and not ignored:
         broken = first_not_finite(result.update.tensors)
         if broken is not None:
             raise TaskError(f"the update is not finite (first in {broken}): it was left out of the average")
@@ -300,9 +300,9 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
         simulated_s=simulated_s,
         peak_memory_bytes=peak,
         fallback=worker.not_compiled,
-        state=None if late or result.state is None else own_copy(result.state),
+        state=None if ignored or result.state is None else own_copy(result.state),
     )
-    if not late:
+    if not ignored:
         return done
     if goes_off:
         return _gone_off(assignment, done)
@@ -312,7 +312,7 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
 
 
 def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
-    """The result of a client whose device has gone off-line before its work was done, with what it had spent by then.
+    """The result of a client whose device has gone offline before its work was done, with what it had spent by then.
 
     Nobody tells the server, which waits for it as for one that drops out.
     """
@@ -320,7 +320,7 @@ def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
     download, computation, upload = done_by(
         assignment.profile, _weighed_macs(done), done.bytes_down, done.bytes_up, assignment.offline_s
     )
-    error = f"the device went off-line after {assignment.offline_s:.6g} s, its work takes {done.simulated_s:.6g} s"
+    error = f"the device went offline after {assignment.offline_s:.6g} s, its work takes {done.simulated_s:.6g} s"
     return replace(
         done,
         status="dropped",
@@ -329,8 +329,8 @@ def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
         steps=0,
         macs=done.macs * computation,
         forward_macs=done.forward_macs * computation,
-        bytes_down=int(done.bytes_down * download),
-        bytes_up=int(done.bytes_up * upload),
+        bytes_down=round(done.bytes_down * download),
+        bytes_up=round(done.bytes_up * upload),
         loss=None,
         metric=None,
         loss_norm=None,

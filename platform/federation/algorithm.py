@@ -30,6 +30,7 @@ from fedloom.platform.federation.selection import (
     as_asked,
     for_client,
     for_server,
+    simulated_devices,
 )
 from fedloom.platform.federation.training_config import (
     Rules,
@@ -150,7 +151,7 @@ class Plan:
     answers: Answers | None = None
     """The round's first answers, if others are not waited for."""
     starts_s: float | None = None
-    """The simulated time at which the round starts, if the server waits for a device that is on-line; None: at once."""
+    """The simulated time at which the round starts, if the server waits for a device that is online; None: at once."""
 
 
 @dataclass(frozen=True)
@@ -425,12 +426,15 @@ class TrainingStage:
         context = self.processing.context(index, state.weights(self.group), state.data)
         tasks, processors = self.processing.begun(context, tasks, client_ids)
         per_sample = config.epochs * TRAINING_FACTOR * self._macs(state)
+        at_work = None if self.asynchronous is None else self.asynchronous.concurrency
+        devices = simulated_devices(world, self.name, index, client_ids, at_work)
         assignments = [
             for_client(
                 *(world, self.name, index, cohort, c, task, world.data.size(c, "train") * per_sample),
+                profile=profile,
                 starts_s=starts_s,
             )
-            for c, task in zip(client_ids, tasks, strict=True)
+            for c, task, profile in zip(client_ids, tasks, devices, strict=True)
         ]
         return BegunRound(assignments, given.schedules, processors)
 

@@ -270,7 +270,7 @@ class Asynchronous:
         deadline_s = math.inf if assignment.deadline_s is None else assignment.deadline_s
         if assignment.dropped:
             return (takes_s if assignment.deadline_s is None else deadline_s), False
-        # Nobody tells the server of a device that has gone off-line: it is waited for.
+        # Nobody tells the server of a device that has gone offline: it is waited for.
         gone = assignment.offline_s is not None and assignment.offline_s < min(takes_s, deadline_s)
         return min(takes_s, deadline_s), not gone and takes_s <= deadline_s
 

@@ -131,7 +131,7 @@ class DevicesConfig:
     availability_table: Annotated[
         str | None,
         PATH,
-        "a file of the intervals in which each device is on-line (CSV, Parquet), or generated (once a day, most at "
+        "a file of the intervals in which each device is online (CSV, Parquet), or generated (once a day, most at "
         "night); null: always",
     ] = None
     availability_period_s: Annotated[
@@ -140,8 +140,18 @@ class DevicesConfig:
         "seconds after which a table repeats (null: the whole days that it has), or of a generated day (null: 86400)",
     ] = None
     availability_share: Annotated[
-        float, Interval(gt=0, lt=1), "generated: mean share of the day that a device is on-line"
+        float, Interval(gt=0, lt=1), "generated: mean share of the day that a device is online"
     ] = DEFAULT_SHARE
+    jitter: Annotated[
+        float,
+        Interval(ge=0, le=2),
+        "sigma of the log-normal factors on each client's compute and link in a round; 0: none",
+    ] = 0.0
+    server_bytes_per_s: Annotated[
+        float | None,
+        POSITIVE,
+        "the server's link in each direction, shared by the clients of a round; null: it limits nobody",
+    ] = None
     deadline_s: Annotated[
         float | None, POSITIVE, "simulated seconds after which a client is left out of its round; null: never"
     ] = None

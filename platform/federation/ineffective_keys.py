@@ -63,7 +63,7 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
         _Needs("ray.detached", "dry_run", _is_missing, "runs that train"),
     ),
     DevicesConfig: (
-        _Needs("availability_period_s", "availability_table", _is_given, "devices that are not always on-line"),
+        _Needs("availability_period_s", "availability_table", _is_given, "devices that are not always online"),
         _Needs("availability_share", "availability_table", GENERATED.__eq__, GENERATED),
     ),
     FailuresConfig: (

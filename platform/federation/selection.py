@@ -19,7 +19,7 @@ from fedloom.platform.clients.assignments import SERVER, Assignment
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, declares
 from fedloom.platform.seeding import stream
-from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile
+from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile, fair_rates, jittered
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import ClientResult, Task
@@ -364,7 +364,7 @@ def check_selection(rule: ComponentSpec, size: int | None) -> None:
 
 
 def first_online_s(world: World, client_ids: np.ndarray, now_s: float) -> float:
-    """The simulated time from now at which the first of these clients' devices is on-line."""
+    """The simulated time from now at which the first of these clients' devices is online."""
     if world.availability is None or not len(client_ids):
         return now_s
     return world.availability.first_on_s(client_ids, now_s)
@@ -384,7 +384,7 @@ def choose_cohort(
     now_s: float = 0.0,
     busy: Container[int] = (),
 ) -> Cohort:
-    """The cohort chosen by a selection rule among the devices that are on-line at `now_s`, and not `busy`.
+    """The cohort chosen by a selection rule among the devices that are online at `now_s`, and not `busy`.
 
     All draws depend only on the selection seed, stage, round and client.
     """
@@ -393,8 +393,8 @@ def choose_cohort(
     def available(client_id: int) -> bool:
         if client_id in busy or (availability is not None and not availability.is_on(client_id, now_s)):
             return False
-        draw = stream(seed, "available", stage, round_, client_id).random()
-        return bool(draw < world.profile(client_id).availability)
+        share = world.profile(client_id).availability
+        return share == 1.0 or bool(stream(seed, "available", stage, round_, client_id).random() < share)
 
     choice = Choice(
         round=round_,
@@ -417,9 +417,41 @@ def choose_cohort(
     cohort = select(choice, rule)
     if availability is None or len(cohort.client_ids) >= min(size, len(eligible)):
         return cohort
-    # Where few are on-line, draws among all clients find too few of them: those that are on-line are listed instead.
+    # Where few are online, draws among all clients find too few of them: those that are online are listed instead.
     online = choice.among(availability.on_of(eligible, now_s))
     return select(replace(online, rng=stream(seed, "select", stage, round_)), rule)
+
+
+def simulated_devices(
+    world: World, stage: str, round_: int, client_ids: Sequence[int], at_work: int | None = None
+) -> list[DeviceProfile]:
+    """The clients' devices in a round: with its jitter, and with their shares of the server's link.
+
+    The shares are those of a round whose clients all transfer all the time: each client's time is known without the
+    others', which a deadline needs, and is no shorter than on a link that is shared anew whenever a transfer ends.
+    Where others transfer as well, of `at_work` clients in all, each has an equal part of it.
+    """
+    devices, profiles = world.config.devices, [world.profile(c) for c in client_ids]
+    if devices.jitter:
+        seed = world.config.seed_for("selection")
+        rngs = (stream(seed, "jitter", stage, round_, c) for c in client_ids)
+        profiles = [jittered(p, devices.jitter, rng) for p, rng in zip(profiles, rngs, strict=True)]
+    link = devices.server_bytes_per_s
+    if link is None:
+        return profiles
+    if at_work is not None:
+        least = link / at_work
+        return [
+            replace(
+                p,
+                down_bytes_per_s=min(p.down_bytes_per_s, least),
+                up_bytes_per_s=min(p.up_bytes_per_s, least),
+            )
+            for p in profiles
+        ]
+    down = fair_rates([p.down_bytes_per_s for p in profiles], link)
+    up = fair_rates([p.up_bytes_per_s for p in profiles], link)
+    return [replace(p, down_bytes_per_s=d, up_bytes_per_s=u) for p, d, u in zip(profiles, down, up, strict=True)]
 
 
 def for_client(
@@ -431,13 +463,15 @@ def for_client(
     task: Task,
     expected_macs: float = 0.0,
     *,
+    profile: DeviceProfile | None = None,
     starts_s: float | None = None,
 ) -> Assignment:
-    """One client's assignment, with its simulated device, whether that drops out, and when it goes off-line.
+    """One client's assignment, with its simulated device, whether that drops out, and when it goes offline.
 
-    `starts_s` is the simulated time at which it starts; None for work that devices do not go off-line in.
+    `profile` is its device in this round (see `simulated_devices`), by default as it is at any time. `starts_s` is the
+    simulated time at which it starts; None for work that devices do not go offline in.
     """
-    profile = world.profile(client_id)
+    profile = world.profile(client_id) if profile is None else profile
     dropped = ""
     if profile.dropout > 0:
         draw = stream(world.config.seed_for("selection"), "dropout", stage, round_, client_id).random()
@@ -462,7 +496,7 @@ def for_client(
 
 
 def online_for_s(world: World, client_id: int, starts_s: float | None) -> float | None:
-    """Seconds from a start to when the client's device goes off-line; None if it never does, or it does not matter."""
+    """Seconds from a start to when the client's device goes offline; None if it never does, or it does not matter."""
     if world.availability is None or starts_s is None:
         return None
     off_s = world.availability.off_at(client_id, starts_s)

@@ -136,7 +136,7 @@ def device_table(config: RunConfig, num_clients: int) -> DeviceTable | None:
 
 
 def configured_availability(config: RunConfig, num_clients: int, devices: DeviceTable | None) -> Availability | None:
-    """When the clients' devices are on-line; None if always. ValueError for a table that does not fit the clients."""
+    """When the clients' devices are online; None if always. ValueError for a table that does not fit the clients."""
     table, period_s = config.devices.availability_table, config.devices.availability_period_s
     if not table:
         return None

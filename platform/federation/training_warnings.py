@@ -44,14 +44,14 @@ class TrainingWarnings:
             )
 
     def of_availability(self, selection: Selection, now_s: float, starts_s: float, planned: int) -> None:
-        """Warns once if a round waits for a device that is on-line, and once if fewer are than a round has clients."""
+        """Warns once if a round waits for a device that is online, and once if fewer are than a round has clients."""
         availability, size = self.world.availability, selection.size
         if availability is None:
             return
         if starts_s > now_s and not self._has_waited:
             self._has_waited = True
             logger.warning(
-                "%s: no device is on-line at %.6g s of simulated time, and the server waits for %.6g s; such waits are "
+                "%s: no device is online at %.6g s of simulated time, and the server waits for %.6g s; such waits are "
                 "part of the rounds' simulated_s, and this is said once",
                 *(self.stage, now_s, starts_s - now_s),
             )
@@ -61,8 +61,8 @@ class TrainingWarnings:
         if online < size:
             self._had_few = True
             logger.warning(
-                "%s: at %.6g s of simulated time %d of %d devices are on-line, and the round has %d clients instead of "
-                "%d; this is said once, the column clients_planned of rounds tells it of every round",
+                "%s: at %.6g s of simulated time %d of %d devices are online, and the round has %d of its %d clients; "
+                "this is said once, the column clients_planned of rounds tells it of every round",
                 *(self.stage, starts_s, online, len(selection.population), planned, size),
             )
 
@@ -90,6 +90,8 @@ class TrainingWarnings:
             "column error of the table clients says why; against lost or late devices lower devices.dropout, or "
             "raise devices.availability or devices.deadline_s"
         )
+        if self.world.availability is not None:
+            untrained += "; devices that go offline must be online for longer than their work takes"
         if stages_before == 0:
             raise ValueError(untrained)
         logger.warning(untrained)

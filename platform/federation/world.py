@@ -62,7 +62,7 @@ class World:
     profiles: tuple[DeviceProfile, ...]
     devices: DeviceTable | None
     availability: Availability | None
-    """When the clients' devices are on-line; None if always."""
+    """When the clients' devices are online; None if always."""
     augment: ComponentSpec
     spec: WorkerSpec
     tasks: Tasks

@@ -13,7 +13,14 @@ from fedloom.platform.clients.networks import ESTIMATED
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, ScoreSubnets
 from fedloom.platform.federation.algorithm import SUPERNET, Plan, RoundResult, RoundUpdate, Row, RunState
 from fedloom.platform.federation.method import Stage
-from fedloom.platform.federation.selection import Cohort, choose_cohort, first_online_s, for_client, for_server
+from fedloom.platform.federation.selection import (
+    Cohort,
+    choose_cohort,
+    first_online_s,
+    for_client,
+    for_server,
+    simulated_devices,
+)
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.search.base import Interval, Scored, Searcher, merit, pareto_front, winner
@@ -195,7 +202,7 @@ class TierSearchStage(Stage):
     ) -> list[Assignment]:
         """The part-th cohort of a generation; a single draw for the whole generation makes its clients distinct.
 
-        With devices that are not always on-line it is a draw of its own, among those that were in no part yet.
+        With devices that are not always online it is a draw of its own, among those that were in no part yet.
         """
         config, world, uniform = self.config, self.world, ComponentSpec("uniform")
         size = config.clients_per_round * config.scoring_rounds
@@ -214,7 +221,11 @@ class TierSearchStage(Stage):
         version, statistics = state.version(SUPERNET), config.statistics
         task = ScoreSubnets(tuple(candidates), version, sent_bytes=sent_bytes, statistics=statistics)
         ordered = world.in_plan_order(cohort.client_ids)
-        return [for_client(world, self.name, state.round, cohort, c, task, starts_s=starts_s) for c in ordered]
+        devices = simulated_devices(world, self.name, state.round, ordered)
+        return [
+            for_client(world, self.name, state.round, cohort, c, task, profile=profile, starts_s=starts_s)
+            for c, profile in zip(ordered, devices, strict=True)
+        ]
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Collects scores, and tells the searcher when those of the whole generation are complete."""

@@ -127,7 +127,11 @@ TINY_FEDAVG = [
     "method.train.evaluate_every=2",
     "method.train.momentum=0.0",
 ]
-DEVICES = ["tiers.device_table=generated", "method.train.options.exploration=0.5"]
+DEVICES = [
+    *("tiers.device_table=generated", "method.train.options.exploration=0.5", "devices.jitter=0.3"),
+    *("devices.availability_table=generated", "devices.availability_period_s=5", "devices.availability_share=0.8"),
+    "devices.server_bytes_per_s=1e6",
+]
 
 TINY_WIDTHS = [
     *(o for o in TINY_FEDAVG if not o.startswith(("experiment", "space", "tiers.count"))),

@@ -32,7 +32,19 @@ from fedloom.platform.runs.logs import as_bytes, as_time, round_line
 from fedloom.platform.runs.resuming import FREE_ON_RESUME
 from fedloom.platform.runs.run import NOT_BEGUN, RunEnd
 
-COMMANDS = ("run", "resume", "attach", "search", "describe", "prepare", "tables", "report", "export", "status")
+COMMANDS = (
+    "run",
+    "resume",
+    "attach",
+    "search",
+    "describe",
+    "calibrate",
+    "prepare",
+    "tables",
+    "report",
+    "export",
+    "status",
+)
 
 EVERY_HELP = """
 import contextlib, io, json, sys

@@ -249,7 +249,7 @@ PUBLIC = {
     "DepthFLConfig": "name distillation ramp_up train evaluation",
     "DevicesConfig": (
         "macs_per_s down_bytes_per_s up_bytes_per_s availability dropout availability_table availability_period_s "
-        "availability_share deadline_s"
+        "availability_share jitter server_bytes_per_s deadline_s"
     ),
     "DistillationConfig": "steps batch_size lr share",
     "DistributionConfig": "heuristic tier_aware",

@@ -97,6 +97,17 @@ def dropouts(elastic: Make, _tiny: Make) -> RunConfig:
     return elastic(train={"rounds": 3}, devices=DevicesConfig(dropout=0.3, availability=0.8, deadline_s=0.05))
 
 
+def traced(elastic: Make, _tiny: Make) -> RunConfig:
+    devices = DevicesConfig(
+        availability_table="generated",
+        availability_period_s=0.2,
+        availability_share=0.6,
+        jitter=0.5,
+        server_bytes_per_s=5e6,
+    )
+    return elastic(train={"rounds": 5, "clients_per_round": 8}, devices=devices)
+
+
 def fedoras(_elastic: Make, tiny: Make) -> RunConfig:
     return tiny()
 
@@ -108,7 +119,7 @@ def fedavg(_elastic: Make, tiny: Make) -> RunConfig:
 
 @pytest.mark.parametrize(
     "make",
-    [slices, compressed, tier_aware, whole_supernet, separately, dropouts, fedoras, fedavg],
+    [slices, compressed, tier_aware, whole_supernet, separately, dropouts, traced, fedoras, fedavg],
     ids=lambda f: f.__name__,
 )
 def test_a_dry_run_has_the_rows_of_the_real_one(
@@ -125,6 +136,8 @@ def test_a_dry_run_has_the_rows_of_the_real_one(
     assert figures(dry["rounds"], SUMS, stages) == figures(real["rounds"], SUMS, stages)
     if make is dropouts:
         assert {row["status"] for row in found} == {"ok", "dropped", "timed_out"}
+    if make is traced:
+        assert {row["status"] for row in found} == {"ok", "dropped"}
     # Nothing was learnt, nothing was scored, nothing is kept.
     assert dry["clients"][["loss", "metric"]].isna().all(axis=None)
     assert real["clients"]["loss"].notna().any()

@@ -255,6 +255,36 @@ def test_who_just_makes_the_deadline_is_in() -> None:
     assert "w" in sums.tensors
 
 
+@pytest.mark.parametrize(
+    ("offline_s", "deadline_s", "spent", "waited_s"),
+    [
+        (1.5, None, (15, 0.0, 0), 11.0),  # half of the download of 3 s
+        (4.5, None, (30, 50.0, 0), 11.0),  # and a quarter of 6 s of training
+        (10.0, 10.5, (30, 200.0, 5), 10.5),  # and half of the upload, but the server waits until the deadline
+        (10.0, 20.0, (30, 200.0, 5), 11.0),
+    ],
+)
+def test_who_goes_off_line_is_dropped_with_what_it_has_spent(
+    offline_s: float, deadline_s: float | None, spent: tuple[int, float, int], waited_s: float
+) -> None:
+    assignment = planned(good, offline_s=offline_s, deadline_s=deadline_s)
+    report = run_assignment(fake_worker(), assignment, SHARED, sums := WeightedSums())
+    assert report.status == "dropped"
+    assert report.error == f"the device went offline after {offline_s:g} s, its work takes 11 s"
+    assert (report.bytes_down, report.macs, report.bytes_up) == spent
+    assert report.simulated_s == waited_s
+    assert (report.samples, report.steps, report.loss, report.metric) == (0, 0, None, None)
+    assert (report.measurements, report.state, sums.tensors) == ((), None, {})
+    check_row("clients", report.row("train", 3))
+
+
+@pytest.mark.parametrize(("offline_s", "status"), [(11.0, "ok"), (10.95, "timed_out")])
+def test_who_goes_off_line_after_its_work_or_the_deadline_is_not_dropped(offline_s: float, status: str) -> None:
+    deadline_s = None if status == "ok" else 10.9
+    assignment = planned(good, offline_s=offline_s, deadline_s=deadline_s)
+    assert run_assignment(fake_worker(), assignment, SHARED, WeightedSums()).status == status
+
+
 def test_the_servers_own_work_takes_no_simulated_time() -> None:
     report = run_assignment(fake_worker(), planned(good, client_id=None), SHARED, WeightedSums())
     assert report.simulated_s == 0.0

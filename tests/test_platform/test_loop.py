@@ -177,6 +177,15 @@ def test_a_rounds_row_by_hand(setting: Setting) -> None:
     assert clients["status"].tolist() == ["ok", "dropped", "timed_out", "ok"]
 
 
+def test_a_round_that_starts_later_lasts_as_long_as_the_wait_and_its_slowest_client(setting: Setting) -> None:
+    class Waiting(Counting):
+        def plan(self, state: RunState) -> Plan:
+            return replace(super().plan(state), starts_s=state.simulated_s + 25.0)
+
+    assert setting.loop(Waiting(rounds=2), deadline_s=1000.0).run(RunState()).simulated_s == 2 * 155.0
+    assert setting.table("rounds")["simulated_s"].tolist() == [155.0, 155.0]
+
+
 def test_a_stage_without_deadlines_is_waited_for(setting: Setting) -> None:
     state = setting.loop(Counting(rounds=1), deadline_s=100.0).run(RunState())
     (row,) = setting.table("rounds").to_dict("records")

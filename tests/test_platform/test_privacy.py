@@ -370,9 +370,10 @@ def test_further_mistakes_are_refused(tiny_config: Make, silo_config: Make) -> N
     pld = TrainingConfig(weighting="plain", privacy=PrivacyConfig(clip=1.0, accountant="pld"))
     with pytest.raises(ValueError, match=r"privacy\.accountant=pld knows selection=poisson and all, not uniform"):
         refused(pld)
-    away = replace(private(tiny_config, 1.0, 1.0), devices=DevicesConfig(availability=0.5))
-    with pytest.raises(ValueError, match="with devices that may be away no client's probability is known"):
-        build_stages(build_world(away))
+    for devices in (DevicesConfig(availability=0.5), DevicesConfig(availability_table="generated")):
+        away = replace(private(tiny_config, 1.0, 1.0), devices=devices)
+        with pytest.raises(ValueError, match="with devices that may be away no client's probability is known"):
+            build_stages(build_world(away))
     ditto = silo_config(DittoConfig())
     ditto.method.train = replace(ditto.method.train, weighting="plain", privacy=PrivacyConfig(clip=1.0))
     world = build_world(ditto)

@@ -44,10 +44,20 @@ def read(paths: RunPaths, table: str) -> pd.DataFrame:
 
 
 def restless(make: Callable[..., RunConfig]) -> RunConfig:
-    """All that a run's state can hold: federated search, dynamic budgets, devices that drop out or come too late."""
+    """All that a run's state can hold: federated search, dynamic budgets, devices that are lost, offline or late."""
     config = make(
         tiers=TiersConfig(count=2, paths=2000, budget=BudgetConfig("trace")),
-        devices=DevicesConfig(macs_per_s=[1e7], availability=0.9, dropout=0.1, deadline_s=0.12),
+        devices=DevicesConfig(
+            macs_per_s=[1e7],
+            availability=0.9,
+            dropout=0.1,
+            availability_table="generated",
+            availability_period_s=1.0,
+            availability_share=0.8,
+            jitter=0.05,
+            server_bytes_per_s=4e6,
+            deadline_s=0.14,
+        ),
         executor=ExecutorConfig(kind="serial", chunk_size=2),
     )
     config.method.search = replace(config.method.search, scoring="federated", budget=6)

@@ -108,6 +108,16 @@ def test_the_cohorts_of_a_generation_never_meet(tiny_config: Make) -> None:
     assert len(asked) > 10, "every generation asks others"
 
 
+def test_nor_do_they_where_devices_come_and_go(tiny_config: Make, results_of: Any) -> None:
+    config = federated(tiny_config(), compare_with_central=False)
+    config.devices = DevicesConfig(availability_table="generated", availability_period_s=2.0, availability_share=0.5)
+    clients = results_of(config)["clients"]
+    asked = clients[clients["stage"].str.startswith("search/")]
+    assert (asked["status"] == "ok").any()
+    for _, rows in asked.groupby(["stage", asked["round"] // 2]):
+        assert rows["client_id"].is_unique
+
+
 def test_federated_scores_are_the_means_over_the_clients_samples(tiny_config: Make, step_through: Any) -> None:
     world = build_world(federated(tiny_config(), compare_with_central=False))
     stage = search_of(world)

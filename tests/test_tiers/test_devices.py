@@ -16,7 +16,10 @@ from fedloom.tiers.devices import (
     DeviceTable,
     VirtualClock,
     client_time_s,
+    done_by,
+    fair_rates,
     generate_device_table,
+    jittered,
 )
 
 
@@ -156,3 +159,83 @@ def test_real_time_does_not_enter(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(time, name, forbidden)
     assert VirtualClock().after_round([client_time_s(PHONE, 2e9, 0, 0)])[1] == 3.0
     monkeypatch.undo()
+
+
+# -- a round's devices -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("most", "link", "expected"),
+    [
+        ([10.0, 1.0, 4.0], 9.0, [4.0, 1.0, 4.0]),  # 3 each; the slow one leaves 2, which the others share
+        ([10.0, 1.0, 4.0], 12.0, [7.0, 1.0, 4.0]),
+        ([10.0, 1.0, 4.0], 100.0, [10.0, 1.0, 4.0]),
+        ([5.0, 5.0], 4.0, [2.0, 2.0]),
+        ([], 4.0, []),
+    ],
+)
+def test_a_link_is_shared_fairly(most: list[float], link: float, expected: list[float]) -> None:
+    assert fair_rates(most, link) == expected
+
+
+@given(st.lists(st.floats(0.01, 1e9), min_size=1, max_size=20), st.floats(0.01, 1e9))
+def test_fair_shares_use_the_link_and_favour_nobody(most: list[float], link: float) -> None:
+    rates = fair_rates(most, link)
+    assert all(0 < rate <= limit for rate, limit in zip(rates, most, strict=True))
+    assert sum(rates) == pytest.approx(min(link, sum(most)))
+    limited = [rate for rate, limit in zip(rates, most, strict=True) if rate < limit]
+    assert max(rates) <= min(limited, default=math.inf) * (1 + 1e-9)  # who gets less than it can take gets the most
+
+
+def fluid_times_s(transfers: list[tuple[float, float]], link: float) -> list[float]:
+    """When transfers (bytes, most bytes per second) that begin together end on a link that is shared anew each time."""
+    left, now_s, ends_s = dict(enumerate(amount for amount, _ in transfers)), 0.0, [0.0] * len(transfers)
+    while left:
+        rates = dict(zip(left, fair_rates([transfers[i][1] for i in left], link), strict=True))
+        passes_s, ended = min((left[i] / rates[i], i) for i in left)
+        now_s += passes_s
+        left = {i: left[i] - rates[i] * passes_s for i in left if i != ended}
+        ends_s[ended] = now_s
+    return ends_s
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 1e3), st.floats(1.0, 1e3)), min_size=1, max_size=6), st.floats(1.0, 1e3))
+def test_shares_for_a_whole_round_are_no_faster_than_a_fluid_link(
+    transfers: list[tuple[float, float]], link: float
+) -> None:
+    rates = fair_rates([most for _, most in transfers], link)
+    for (amount, _), rate, fluid_s in zip(transfers, rates, fluid_times_s(transfers, link), strict=True):
+        assert fluid_s <= amount / rate * (1 + 1e-6) + 1e-9
+
+
+def test_a_fluid_link_by_hand() -> None:
+    """10 and 20 bytes on 2 bytes/s: 1 each for 10 s, then 2 for 5 s; with fixed shares the second takes 20 s."""
+    assert fluid_times_s([(10.0, 9.0), (20.0, 9.0)], 2.0) == [10.0, 15.0]
+
+
+def test_jitter_scales_compute_and_link() -> None:
+    phone = DeviceProfile("phone", 8.0, 4.0, 2.0, 0.9, 0.1)
+    many = [jittered(phone, 0.5, np.random.default_rng(i)) for i in range(2000)]
+    compute = np.log([p.macs_per_s / 8.0 for p in many])
+    link = np.log([p.down_bytes_per_s / 4.0 for p in many])
+    assert np.allclose(link, np.log([p.up_bytes_per_s / 2.0 for p in many]))
+    for factors in (compute, link):
+        assert (np.median(factors), np.std(factors)) == pytest.approx((0.0, 0.5), abs=0.03)
+    assert abs(np.corrcoef(compute, link)[0, 1]) < 0.1
+    assert {(p.name, p.availability, p.dropout) for p in many} == {("phone", 0.9, 0.1)}
+
+
+@pytest.mark.parametrize(
+    ("until_s", "expected"),
+    [
+        (0.0, (0.0, 0.0, 0.0)),
+        (1.5, (0.5, 0.0, 0.0)),
+        (3.0, (1.0, 0.0, 0.0)),
+        (4.0, (1.0, 0.25, 0.0)),
+        (8.0, (1.0, 1.0, 0.5)),
+        (99.0, (1.0, 1.0, 1.0)),
+    ],
+)
+def test_what_a_device_has_done_by_a_time(until_s: float, expected: tuple[float, float, float]) -> None:
+    phone = DeviceProfile("phone", macs_per_s=5.0, down_bytes_per_s=10.0, up_bytes_per_s=2.0)
+    assert done_by(phone, 20.0, 30.0, 4.0, until_s) == expected  # 3 s down, 4 s of compute, 2 s up

@@ -150,6 +150,8 @@ RUNS: dict[str, list[str]] = {
     "superfednas_rfa": [*ELASTIC, "method.train.aggregator=rfa", "attack.share=0.3", "attack.name=inner_product"],
     "fedavg_secure": [*FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2",
                       "method.train.selection=tier_quota"],
+    "fedavg_traced": [*FEDAVG, "devices.availability_table=generated", "devices.availability_period_s=10",
+                      "devices.jitter=0.3", "devices.server_bytes_per_s=1e6"],
     "fedavg_lossy": [*FEDAVG, *DEVICES, "executor.failures.policy=tolerate", "executor.failures.max_share=1"],
     "fedavg_steps": [*FEDAVG, "method.train.schedule=steps", "method.train.idle_momentum=true",
                      "method.train.loss_norms=true", "data.balanced_classes=true", "method.train.weight_decay=0.001",
