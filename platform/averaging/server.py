@@ -5,12 +5,10 @@ no client covers stay unchanged, whatever the server's momentum. Buffers (runnin
 without a rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from annotated_types import Interval
@@ -20,9 +18,6 @@ from fedloom.platform.averaging.average import Averaged
 from fedloom.platform.plugins import PluginError, Registry, Shipped, is_import_path
 from fedloom.platform.settings import POSITIVE
 from fedloom.platform.spaces.slices import Region, Weights, part_of
-
-if TYPE_CHECKING:
-    from fedloom.platform.averaging.staleness import ArrivalRule
 
 DECAY = Interval(ge=0, lt=1)
 ServerLR = Annotated[float, POSITIVE, "the server's learning rate"]
@@ -145,11 +140,12 @@ SERVER_RULES: Registry[ServerRule] = Registry(
     ("step",),
 )
 
-ARRIVAL_RULES: Registry[ArrivalRule] = Registry(
+ARRIVAL_RULES: Registry[Callable[..., Tensor]] = Registry(
     "arrival rule",
     Shipped({rule: f"fedloom.platform.averaging.staleness:{rule}" for rule in ("fedbuff", "fedasync")}),
     ("arrival",),
 )
+"""What an answer counts for in an asynchronous round (`averaging.staleness`)."""
 
 
 def server_traits(name: str) -> ServerTraits:
