@@ -284,6 +284,11 @@ def cohort_size(config: TrainingConfig, num_clients: int) -> int:
     return num_clients if config.clients_per_round is None else config.clients_per_round
 
 
+def answers_per_round(config: TrainingConfig, num_clients: int) -> int:
+    """The number of answers that end a round of the stage."""
+    return cohort_size(config, num_clients) if config.arrivals is None else config.arrivals
+
+
 def expected_size(config: TrainingConfig, num_clients: int) -> int:
     """The expected number of clients of a round: rules that select all of them look at no size."""
     takes_all = selection_traits(config.selection).sampling == "all"

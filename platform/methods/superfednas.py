@@ -37,7 +37,13 @@ from fedloom.platform.federation.algorithm import (
     to_all,
 )
 from fedloom.platform.federation.method import Method, SharedTraining, Stage
-from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
+from fedloom.platform.federation.training_config import (
+    EPOCHS,
+    TrainingConfig,
+    answers_per_round,
+    check_training,
+    rules_of,
+)
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.distribution import (
     FEWEST_FOR_SANDWICH,
@@ -151,10 +157,11 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
     """Raises ValueError for invalid values."""
     key, name = "method.train", config.distribution.heuristic
     check_training(config, key, num_clients)
+    slot = "clients_per_round" if config.arrivals is None else "arrivals"
     hands_out = config.travels == "slices" and not separately  # else all clients of a round get the same
-    if hands_out and name in SANDWICHES and cohort_size(config, num_clients) < FEWEST_FOR_SANDWICH:
+    if hands_out and name in SANDWICHES and answers_per_round(config, num_clients) < FEWEST_FOR_SANDWICH:
         raise ValueError(
-            f"{key}.clients_per_round={config.clients_per_round}: {name} needs at least {FEWEST_FOR_SANDWICH}, one for "
+            f"{key}.{slot}={getattr(config, slot)}: {name} needs at least {FEWEST_FOR_SANDWICH}, one for "
             "the largest, one for the smallest and one for a random subnet; raise it, or choose another heuristic"
         )
     if config.distribution.tier_aware and not hands_out:
@@ -255,7 +262,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         "distribution.heuristic": (HEURISTICS, config.distribution.heuristic),
         "shares.rule": (SHARES_RULES, config.shares.rule),
     }
-    rules, clients = rules_of(config, "method.train", own_rules), cohort_size(config, world.num_clients)
+    rules, clients = rules_of(config, "method.train", own_rules), answers_per_round(config, world.num_clients)
     heuristic, shares_rule = rules.more["distribution.heuristic"], rules.more["shares.rule"]
 
     def distribution(index: int, client_ids: tuple[int, ...], served: Served) -> Distribution:
