@@ -142,61 +142,74 @@ class KeptUpdates:
         """Adds the updates of the next chunk in plan order."""
         self.kept += other.kept
 
-    @torch.no_grad()
     def finish(self, old: Weights, min_contributors: int = 1, singly: Container[str] = ()) -> Averaged:
         """The new weights, as `WeightedSums.finish`: where too few clients hold a scalar it keeps its old value.
 
         The tensors named by `singly` are no part of the model (such as a local rule's), and are averaged.
         """
-        combine = AGGREGATORS.make(self.rule or ComponentSpec(MEAN))
-        weights, coverage = dict(old), dict[str, dict[Region, Coverage]]()
-        pieces_by_name = self._pieces()
-        model = {name: pieces for name, pieces in pieces_by_name.items() if name not in singly}
-        comparison = Comparison(model, old, len(self.kept))
-        for name, pieces in pieces_by_name.items():
-            new, covered = old[name].clone(), dict[Region, Coverage]()
-            for region in cells([piece.region for piece in pieces]):
-                held = [piece for piece in pieces if inside(region, piece.region)]
-                if len(held) < (1 if name in singly else max(1, min_contributors)):
+        rule = self.rule or ComponentSpec(MEAN)
+        return aggregated(self.kept, (rule.name, AGGREGATORS.make(rule)), old, min_contributors, singly)
+
+
+@torch.no_grad()
+def aggregated(
+    updates: Sequence[Update],
+    named_rule: tuple[str, Aggregator],
+    old: Weights,
+    min_contributors: int = 1,
+    singly: Container[str] = (),
+) -> Averaged:
+    """The new weights of a round's updates, in plan order; see `KeptUpdates.finish`."""
+    rule_name, rule = named_rule
+    weights, coverage = dict(old), dict[str, dict[Region, Coverage]]()
+    pieces_by_name = _pieces(updates)
+    model = {name: pieces for name, pieces in pieces_by_name.items() if name not in singly}
+    comparison = Comparison(model, old, len(updates))
+    for name, pieces in pieces_by_name.items():
+        new, covered = old[name].clone(), dict[Region, Coverage]()
+        for region in cells([piece.region for piece in pieces]):
+            held = [piece for piece in pieces if inside(region, piece.region)]
+            if len(held) < (1 if name in singly else max(1, min_contributors)):
+                continue
+            values_n = torch.stack([part_in(piece.values, piece.region, region) for piece in held])
+            target = part_of(new, region)
+            if new.is_floating_point():
+                weights_n = torch.tensor([piece.weight for piece in held])
+                places = tuple(piece.update_index for piece in held)
+                cell = Cell(name, values_n, weights_n, target.clone(), places, updates, comparison)
+                combined = mean(cell) if name in singly else rule(cell)
+                if combined is None:
                     continue
-                values_n = torch.stack([part_in(piece.values, piece.region, region) for piece in held])
-                target = part_of(new, region)
-                if new.is_floating_point():
-                    weights_n = torch.tensor([piece.weight for piece in held])
-                    places = tuple(piece.update_index for piece in held)
-                    cell = Cell(name, values_n, weights_n, target.clone(), places, self.kept, comparison)
-                    combined = mean(cell) if name in singly else combine(cell)
-                    if combined is None:
-                        continue
-                    target.copy_(self._checked(cell, combined))
-                else:
-                    target.copy_(values_n.amax(dim=0))  # a counter
-                covered[region] = Coverage(
-                    sum(piece.weight for piece in held), len(held), sum(piece.weight * piece.factor for piece in held)
-                )
-            weights[name] = new
-            if covered:
-                coverage[name] = covered
-        return Averaged(weights, coverage)
+                target.copy_(_checked(rule_name, cell, combined))
+            else:
+                target.copy_(values_n.amax(dim=0))  # a counter
+            covered[region] = Coverage(
+                sum(piece.weight for piece in held), len(held), sum(piece.weight * piece.factor for piece in held)
+            )
+        weights[name] = new
+        if covered:
+            coverage[name] = covered
+    return Averaged(weights, coverage)
 
-    def _checked(self, cell: Cell, new: object) -> Tensor:
-        shape = tuple(cell.old.shape)
-        if not isinstance(new, Tensor) or tuple(new.shape) != shape or not bool(torch.isfinite(new).all()):
-            what = f"a tensor of shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
-            rule = self.rule.name if self.rule else MEAN
-            raise PluginError(f"aggregator {rule!r} gives {what} for {cell.name}: give finite values of shape {shape}")
-        return new
 
-    def _pieces(self) -> dict[str, list[_Piece]]:
-        """Per shared tensor what clients have trained of it, in plan order."""
-        pieces = dict[str, list[_Piece]]()
-        for update_index, update in enumerate(self.kept):
-            for name in update.tensors:
-                if weight := update.weights[name]:
-                    factor = update.factors.get(name, 1.0)
-                    parts = [_Piece(region, part, update_index, weight, factor) for region, part in update.parts(name)]
-                    pieces.setdefault(update.slices[name].source, []).extend(parts)
-        return pieces
+def _checked(rule_name: str, cell: Cell, new: object) -> Tensor:
+    shape = tuple(cell.old.shape)
+    if not isinstance(new, Tensor) or tuple(new.shape) != shape or not bool(torch.isfinite(new).all()):
+        what = f"a tensor of shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
+        raise PluginError(f"aggregator {rule_name!r} gives {what} for {cell.name}: give finite values of shape {shape}")
+    return new
+
+
+def _pieces(updates: Sequence[Update]) -> dict[str, list[_Piece]]:
+    """Per shared tensor what clients have trained of it, in plan order."""
+    pieces = dict[str, list[_Piece]]()
+    for update_index, update in enumerate(updates):
+        for name in update.tensors:
+            if weight := update.weights[name]:
+                factor = update.factors.get(name, 1.0)
+                parts = [_Piece(region, part, update_index, weight, factor) for region, part in update.parts(name)]
+                pieces.setdefault(update.slices[name].source, []).extend(parts)
+    return pieces
 
 
 class _Piece(NamedTuple):
