@@ -356,8 +356,8 @@ def metric_figure(study: Study) -> Figure | None:
         quiet(axes, title=study.title(axis), xlabel=axis, ylabel=label)
         axes.grid(False, axis="x")
         if not isinstance(next(iter(positions)), int | float) and max(map(len, positions)) > 30 // len(positions):
-            for label in axes.get_xticklabels():
-                label.set(rotation=25, horizontalalignment="right", rotation_mode="anchor")
+            for tick_label in axes.get_xticklabels():
+                tick_label.set(rotation=25, horizontalalignment="right", rotation_mode="anchor")
     _limit(panels, list(rows_of.values()))
     handles = [legend_line(color=colours[m], marker=markers[m], markersize=5, label=model_name(m)) for m in models]
     legend_below(figure, handles, 4)
