@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from math import inf, nan
@@ -184,14 +185,21 @@ def test_adapters_on_spaces_obey(name: str) -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_plug_ins_obey() -> None:
-    check_server_rule("lion:lion", {"server_lr": 0.01})
     check_aggregator("median:median", withstands=0.48)
-    check_aggregator("closest_half:closest_half", withstands=0.4)
     check_space("mixers:mixers", {"num_classes": 3, "options": {"channels": 4}})
     # What SCAFFOLD's clients send is a change already.
     from scaffold import Scaffold  # type: ignore[import-not-found]  # it lies in the user's folder
 
     check_server_rule(Scaffold().merge, skip=["no change is no step"])
+
+
+@pytest.mark.usefixtures("plugins")
+def test_the_test_on_the_page_passes() -> None:
+    page = (PLUGINS.parents[1] / "platform" / "README.md").read_text()
+    (block,) = re.findall(r"^```python\n(from fedloom.platform.averaging.conformance .*?)^```$", page, re.S | re.M)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    names["test_they_obey"]()
 
 
 # -- how they are called ----------------------------------------------------------------------------------------------
