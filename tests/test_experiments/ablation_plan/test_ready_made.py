@@ -34,6 +34,7 @@ FITTING = {  # empty where the settings have experiments of their own
     "optimisers": "fedavg_digits",
     "optimisers_tuning": "fedavg_digits",
     "participation": "fedoras_digits",
+    "personal": "",
     "robust": "fedavg_digits",
     "search": "fedoras_digits",
     "selection": "fedavg_digits",
@@ -59,7 +60,7 @@ SEEDS = {
                 "supernet_optimisers",
                 "selection",
             ),
-            *("methods", "methods_cifar10", "shrinking", "robust", "compression"),
+            *("methods", "methods_cifar10", "shrinking", "robust", "compression", "personal"),
         ),
         (1, 2, 3),
     ),
@@ -124,6 +125,16 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"optimiser": "FedAvg, momentum", "lr": 0.1},
     ),
     "participation": ({"clients_per_round": (4, 8, 16)}, {}),
+    "personal": (
+        {
+            "method": (
+                *("alone", "FedAvg", "FedAvg, fine-tuned", "FedPer", "FedRep", "LG-FedAvg", "FedBN", "APFL", "Ditto"),
+                "FedProto",
+            ),
+            "skew": ("two classes", "alpha .3", "turned images"),
+        },
+        {},
+    ),
     "robust": (
         {
             "attackers": (0.0, 0.2, 0.4),
@@ -208,6 +219,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "optimisers": 27,
         "optimisers_tuning": 54,
         "participation": 6,
+        "personal": 90,
         "robust": 360,
         "search": 18,
         "selection": 15,
