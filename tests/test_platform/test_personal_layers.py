@@ -395,3 +395,9 @@ def test_what_makes_no_sense_is_refused_in_one_line(case: str, make_config: Make
     with pytest.raises(ValueError, match=message) as refused:
         build_stages(build_world(make_config(personal(*patterns, **train))))
     assert "\n" not in str(refused.value)
+
+
+def test_batch_norms_whose_statistics_nobody_estimates_are_refused(make_config: Make) -> None:
+    space = SpaceConfig("cnn_width", input_shape=[1, 8, 8], stage_widths=[8], widths=[1.0])
+    with pytest.raises(ValueError, match=r"^space.norm=static: no training moves .* use space.norm=batch or group$"):
+        build_stages(build_world(make_config(personal("classifier"), space=space)))
