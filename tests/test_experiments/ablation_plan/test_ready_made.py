@@ -44,6 +44,7 @@ FITTING = {  # empty where the settings have experiments of their own
     "superfed_alpha": "superfednas_digits",
     "superfed_participation": "superfednas_digits",
     "supernet_optimisers": "fedoras_digits",
+    "systems": "",
     "tier_split": "fedoras_digits",
 }
 
@@ -60,7 +61,7 @@ SEEDS = {
                 "supernet_optimisers",
                 "selection",
             ),
-            *("methods", "methods_cifar10", "shrinking", "robust", "compression", "personal"),
+            *("methods", "methods_cifar10", "shrinking", "robust", "compression", "personal", "systems"),
         ),
         (1, 2, 3),
     ),
@@ -160,6 +161,7 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"server": ("mean", "FedAvgM .5", "FedAdam .003", "FedAdam .01", "FedYogi .01")},
         {"server": "mean"},
     ),
+    "systems": ({"method": ("HeteroFL", "SplitMix", "FedDF", "FedDF, not distilled")}, {}),
     "tier_split": (
         {"split": ("4 equal", "2 equal", "3 equal", "4 mostly small", "4 mostly large", "4 by devices", "4 low rho")},
         {"split": "4 equal"},
@@ -229,6 +231,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "superfed_alpha": 9,
         "superfed_participation": 9,
         "supernet_optimisers": 15,
+        "systems": 12,
         "tier_split": 14,
     }
 
