@@ -34,7 +34,7 @@ from fedloom.platform.plugins import Registry, nearest
 from fedloom.platform.search.predictors import PREDICTORS
 from fedloom.platform.search.registry import SEARCHERS
 from fedloom.platform.settings import Setting, options_of, settings_of, written
-from fedloom.platform.spaces.registry import SPACES
+from fedloom.platform.spaces.registry import NETWORKS, SPACES
 
 MOST_NARROW, LONGEST_LINE = 40, 120
 
@@ -43,6 +43,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     AUGMENTATIONS,
     OBJECTIVES,
     SPACES,
+    NETWORKS,
     BUDGETS,
     SELECTION_RULES,
     LOCAL_RULES,

@@ -264,8 +264,8 @@ def resolve(kind: str, name: str, known: Mapping[str, T]) -> T:
     if name in known:
         return known[name]
     if not is_import_path(name):
-        allowed = ", ".join(sorted(known))
-        raise PluginError(f"unknown {kind} {name!r}: known are {allowed}, or module:name{nearest(name, [*known])}")
+        allowed = f"known are {', '.join(sorted(known))}, or" if known else "give"
+        raise PluginError(f"unknown {kind} {name!r}: {allowed} module:name{nearest(name, [*known])}")
     code: T = imported(kind, name)
     return code
 

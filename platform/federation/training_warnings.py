@@ -28,14 +28,22 @@ class TrainingWarnings:
         self._has_compared, self._has_looked, self._has_waited, self._had_few = False, False, False, False
 
     def before_round(self, tasks: Sequence[Task], stack: int) -> None:
-        """Warns once if clients' networks should be compiled and none can be."""
+        """Warns once if clients should be stacked, or their networks compiled, and none can be."""
         from fedloom.platform.clients.networks import Subnet  # what only runs need
 
-        if not self.world.config.executor.compile or self._has_looked:
+        executor = self.world.config.executor
+        if self._has_looked:
             return
         self._has_looked = True
+        if stack == 1 and executor.stack_clients not in ("auto", "off", "1"):
+            logger.warning(
+                "%s: executor.stack_clients=%s has no effect on these clients: it is for such that all train one whole "
+                "network of known layers, which space.name=module and supernets' paths are not",
+                *(self.stage, executor.stack_clients),
+            )
         networks = [getattr(task, name, None) for task in tasks for name in ("network", "subnet")]
-        if stack > 1 or not any(isinstance(network, Subnet) and network.stand_alone for network in networks):
+        whole = any(isinstance(network, Subnet) and network.stand_alone for network in networks)
+        if executor.compile and (stack > 1 or not whole):
             why = "trained as stacks (executor.stack_clients)" if stack > 1 else "others, such as a supernet's paths"
             logger.warning(
                 "%s: executor.compile=true has no effect on networks that are %s: it is for networks of one "

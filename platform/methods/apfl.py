@@ -9,9 +9,14 @@ in every round: a selected client takes the shared model w_i <- w, and in every 
                 the server averages the w_i
 in the end:     every client's mixture with the last shared model is scored on its own test data
 
-The step of alpha is made in every step on a batch, as Eq. 10 is indexed; the authors' FedTorch makes it once per round
-and adds a decay of 0.02, which the paper does not have. A client that has never taken part has v_i = w: its mixture is
-the shared model whatever alpha is.
+The step of alpha is made in every step on a batch, as Eq. 10 is indexed. A client that has never taken part has
+v_i = w: its mixture is the shared model whatever alpha is.
+
+Published code differs from the paper. The authors' FedTorch mixes the outputs of the two models, not their weights,
+takes w_i after its step, and makes the step of alpha once per round, with a decay of .02 alpha_i and the gradients of
+f(m) by v_i and by w_i, weighted once more by alpha_i and 1 - alpha_i: of a linear model that is Eq. 10's step times
+alpha_i^2 + (1 - alpha_i)^2. FedRep's repository weights both models by alpha (right for .5 alone); PFLlib trains v_i by
+its own loss and replaces it by the mixture after every round.
 """
 
 from collections.abc import Mapping
@@ -26,14 +31,7 @@ from fedloom.platform.clients.assignments import Assignment, ClientResult, Measu
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.scoring import PERSONAL, validation_scores
-from fedloom.platform.clients.trainer import (
-    ValidationUse,
-    client_samples,
-    received,
-    train_network,
-    trained_outcome,
-    update_of,
-)
+from fedloom.platform.clients.trainer import ValidationUse, client_samples, train_network, trained_outcome, update_of
 from fedloom.platform.clients.training import LocalSGD, Optimizer, Outputs
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import moved
@@ -42,13 +40,8 @@ from fedloom.platform.federation.algorithm import Round
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
-from fedloom.platform.methods.silos import (
-    WEIGHTS,
-    SubnetConfig,
-    subnet_stages,
-    tested_outcome,
-    under,
-)
+from fedloom.platform.methods.personal_layers import with_own
+from fedloom.platform.methods.silos import WEIGHTS, SubnetConfig, subnet_stages, tested_outcome, under
 from fedloom.platform.settings import PART
 from fedloom.platform.spaces.slices import Weights, first_not_finite
 
@@ -131,7 +124,7 @@ class TrainAPFL:
         network = self.subnet.on(worker)
         data = client_samples(worker, assignment, use_validation=self.validation == "trained")
         samples, shared = rows_of(data[1]), worker.tensors_of(network.module)
-        start = received(worker, network, weights) if assignment.state is None else under(assignment.state, WEIGHTS)
+        start = {name: tensor for name, tensor in with_own(assignment, weights).items() if name in shared}
         own = {name: tensor.detach().clone() for name, tensor in moved(start, worker.device).items()}
         parameters = {name: tensor.requires_grad_() for name, tensor in own.items() if shared[name].requires_grad}
         alpha = moved(assignment.state or {ALPHA: torch.tensor(self.alpha)}, worker.device)[ALPHA]

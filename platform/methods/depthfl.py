@@ -85,6 +85,7 @@ def loss_of_exits(objective: Objective, exits: Sequence[Tensor], targets: Tensor
     total = sum((objective.loss(logits, targets) for logits in exits[1:]), objective.loss(exits[0], targets))
     if not distillation or len(exits) == 1:
         return total
+    # Each exit's softmax is taken once; `divergence` would take it again for every pair, and round otherwise.
     logs = [F.log_softmax(logits, dim=1) for logits in exits]
     for i, pupil in enumerate(logs):
         for teacher in [t.detach() for j, t in enumerate(logs) if j != i]:

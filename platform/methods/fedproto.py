@@ -12,6 +12,11 @@ Features are the inputs of the network's last linear layer. The distance is that
 code, and not of the client's means (Eq. 8). Eq. 6 divides by the number of clients as well, which would shrink a
 prototype with everyone who has the class; that is left out. A message is what adds up: a tensor per class, with the
 number of samples as its weight. A client that has never taken part has the fresh network.
+
+The authors' code differs from the paper in what it sends, adds up and scores: the features that the batches of the last
+epoch had while the network was still training; the clients' means, which count alike whatever their samples; and the
+nearest prototype among the classes that the client has. With features after training and samples as weights, its
+networks are those of this file up to rounding.
 """
 
 from collections.abc import Iterator

@@ -16,6 +16,14 @@ in the end:     every client's network, the shared tensors with its own, is scor
 
 A client that has never taken part has the fresh personal tensors, which all clients draw alike and which never travel.
 FedRep's epochs freeze parameters; running statistics of batch norms, which no gradient moves, follow in both.
+
+Two rounds of two clients agree with the authors' code up to rounding. What their programs do beyond the papers is left
+out. FedRep's ends with a round in which all clients train their classifiers alone, for at least ten epochs; its
+weights, not its biases, decay by .0001; and with a torch before 2.0 momentum moves the part that rests. LG-FedAvg's
+begins with weights of hundreds of rounds of FedAvg, shares the last two or three layers, and reports each client's
+network of the round that was best on test data. Those of FedBN, LG-FedAvg and, on CIFAR and MNIST, FedRep count clients
+alike, which is `method.train.weighting=plain`. In PFLlib running statistics never travel; here they do unless they are
+named.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """Any network as it is: `space.name=module space.build=my_net:build`.
 
-`build(input_shape, num_classes)`, or `build()`, gives any `nn.Module`. Training starts from its own weights. What needs
-a gradient is trained and sent, and so are buffers; everything else, such as a frozen body, is a constant: every process
-has it from its own call of `build`, holds it once, and never sends it.
+`build(input_shape, num_classes)`, or `build()`, gives any `nn.Module`; its keyword-only parameters are `space.options`.
+Training starts from its own weights. What needs a gradient is trained and sent, and so are buffers; everything else,
+such as a frozen body, is a constant: every process has it from its own call of `build`, holds it once, and never sends
+it.
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ class ModuleSpace(WithConstants, FixedSpace):
                 raise PluginError(f"network {path!r} is {an(type(build).__name__)}: name a function that builds it")
             # Set after the import, which may draw numbers, but only in the first of several calls.
             torch.default_generator.manual_seed(seed)
-            made = build(self.input_shape, self.config.num_classes) if _takes_arguments(build) else build()
+            arguments = (self.input_shape, self.config.num_classes) if _takes_arguments(build) else ()
+            made = build(*arguments, **self.config.options)
         if not isinstance(made, nn.Module):
             raise PluginError(f"{self._blame()} gives {an(type(made).__name__)}: give a torch.nn.Module")
         lazy = [name for name, tensor in (*made.named_parameters(), *made.named_buffers()) if is_lazy(tensor)]
@@ -306,7 +308,7 @@ def from_config(config: SpaceConfig) -> ModuleSpace:
     """
     if config.build is None:
         raise ValueError("space.name=module needs space.build=my_net:build, which gives the network")
-    known = ("build", "weights", "weights_names", "num_classes", "input_shape")
+    known = ("build", "weights", "weights_names", "num_classes", "input_shape", "options")
     for name, value in vars(config).items():
         if name not in ("name", "lora", "input_shapes", *known) and value not in (None, {}):
             raise ValueError(f"space module has no {name}; it has {', '.join(known)}")

@@ -1,11 +1,12 @@
 """The registry of search spaces by name, and tests of a user's own before a run starts."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from fedloom.platform.plugins import PluginError, Registry, Shipped, blaming, is_import_path
+from fedloom.platform.plugins import PluginError, Registry, Shipped, an, blaming, is_import_path
 from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace, load_sent
 from fedloom.platform.spaces.capabilities import HasExits, lacking
@@ -112,6 +113,19 @@ SPACES: Registry[SpaceBuilder] = Registry(
 """The builders of spaces."""
 
 
+class _Networks(Registry[Any]):
+    """What gives networks; options are its keyword-only parameters, and it need not take the arguments."""
+
+    def check_callable(self, name: str, code: Any) -> None:
+        """Raises PluginError for what cannot be called; whether the call works is seen on a batch."""
+        if not callable(code):
+            raise PluginError(f"{self.kind} {name!r} is {an(type(code).__name__)}, not {self.form}")
+
+
+NETWORKS: Registry[Any] = _Networks("network", {}, ("input_shape", "num_classes"))
+"""What `space.build` names."""
+
+
 def build_space(config: SpaceConfig) -> SearchSpace:
     """Builds the configured search space, and tries a user's own.
 
@@ -131,5 +145,8 @@ def untried_space(config: SpaceConfig) -> SearchSpace:
         from fedloom.platform.spaces.lora import LoraSpace, without_adapters  # what few runs need
 
         return LoraSpace(config, untried_space(without_adapters(config)))
-    builder = SPACES.make(component_specs([(SPACES, config.name)], config.options, "space.options")[0])
+    chosen: list[tuple[Registry[Any], str]] = [(SPACES, config.name)]
+    if config.build is not None:
+        chosen.append((NETWORKS, config.build))
+    builder = SPACES.make(component_specs(chosen, config.options, "space.options")[0])
     return builder(config)

@@ -97,7 +97,7 @@ class SpaceConfig:
     affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
     modules: Annotated[int | None, Interval(ge=1, le=100), "number of modules per block to choose from"] = None
     lora: LoraConfig = field(default_factory=LoraConfig)
-    build: Annotated[str | None, NOT_EMPTY, "module: what gives the network, as module:function"] = None
+    build: Annotated[str | None, ComponentName("network"), "module: what gives the network"] = None
     weights: Annotated[
         str | None,
         PATH,
@@ -106,7 +106,7 @@ class SpaceConfig:
     weights_names: Annotated[
         dict[str, str] | None, "beginnings of names in that file, and what the network's begin with instead"
     ] = None
-    options: Annotated[dict[str, Any], "options of a user's own space, by name"] = field(default_factory=dict)
+    options: Annotated[dict[str, Any], "options of a user's space or network, by name"] = field(default_factory=dict)
 
 
 def stored_space(values: Mapping[str, Any]) -> SpaceConfig:

@@ -20,6 +20,7 @@ from fedloom.experiments.cli import main
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import override_text
 from fedloom.platform.clients.local_rules import STATE
+from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState, from_generator
 from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.recorder import restored_state
@@ -39,6 +40,7 @@ LINES = {
     "mixers": 60,
     "head_first": 70,
     "fedper": 75,
+    "class_means": 75,
     "hidden_parts": 40,
     "closest_half": 25,
     "free_rider": 18,
@@ -103,6 +105,7 @@ RUNS: Mapping[str, Changes] = {
     },
     "head_first": {"method": "head_first:METHOD", **SMALL, **WRITERS, "method.train.local_rule": "prox:prox"},
     "fedper": {"method": "fedper:METHOD", **SMALL, "data.num_clients": 10},
+    "class_means": {"method": "class_means:METHOD", **SMALL, "data.num_clients": 10, "data.partition": "shards"},
     "module": {
         "method": "fedavg",
         "space.name": "module",
@@ -127,6 +130,7 @@ USED = {
     "prox": {"mixers", "rotated", "power_of_choice", "lion", "prox", "adagrad"},
     "head_first": {"mixers", "head_first", "rotated", "power_of_choice", "prox"},
     "fedper": {"mixers", "fedper"},
+    "class_means": {"mixers", "class_means"},
     "module": {"hidden_parts"},
     "scaffold": {"mixers", "scaffold", "lion", "median"},
     "fedoras": {"scaffold", "mixers"},
@@ -277,6 +281,20 @@ def test_silos_keep_their_last_layer_to_themselves(run: Run) -> None:
     clients = table("clients", run_id).query("stage != 'evaluation'")
     assert set(clients["bytes_up"]) == set(clients["bytes_down"]) == {sent}
     assert set(table("evaluations", run_id)["model"]) == {"personal"}
+
+
+def test_what_clients_send_need_not_be_weights(run: Run) -> None:
+    run_id, worker = run(RUNS["class_means"]), Worker(world_of(run, "class_means").spec)
+    data, means = [worker.client_data(c, "train") for c in range(10)], weights_of(run_id, "supernet")
+    x, y = (torch.cat(part) for part in zip(*data, strict=True))
+    assert sorted(means) == [f"mean/{label}" for label in range(10)]
+    for label in range(10):
+        torch.testing.assert_close(means[f"mean/{label}"], x[y == label].flatten(1).mean(dim=0), atol=1e-5, rtol=1e-5)
+    clients = table("clients", run_id).query("stage != 'evaluation'")
+    classes = {client_id: len(y.unique()) for client_id, (_, y) in enumerate(data)}
+    assert (clients["bytes_up"] == clients["client_id"].map(classes) * 64 * 4).all(), "of the classes that it has"
+    assert max(classes.values()) < 10
+    assert table("evaluations", run_id).query("metric == 'accuracy'")["value"].mean() > 0.8
 
 
 def test_a_dry_run_counts_the_stage_that_begins_with_fresh_weights(run: Run) -> None:

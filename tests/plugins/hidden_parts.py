@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.settings import SHARE
+from fedloom.platform.settings import ONE_OR_MORE, SHARE
 
 
 def hidden(config: DataConfig, *, share: Annotated[float, SHARE, "share of the rows that are seen"] = 0.75) -> Arrays:
@@ -23,7 +23,7 @@ def hidden(config: DataConfig, *, share: Annotated[float, SHARE, "share of the r
 class Reader(nn.Module):
     """One layer of attention over the rows that are seen; its embedding of places is fixed."""
 
-    def __init__(self, classes: int, size: int = 32) -> None:
+    def __init__(self, classes: int, size: int) -> None:
         super().__init__()
         self.embed = nn.Linear(8, size)
         self.places = nn.Parameter(torch.randn(8, size), requires_grad=False)
@@ -35,6 +35,6 @@ class Reader(nn.Module):
         return {"logits": self.head(hidden.mean(dim=1)), "hidden": hidden}
 
 
-def reader(input_shape: dict[str, tuple[int, ...]], num_classes: int) -> Reader:
+def reader(_shapes: dict[str, tuple[int, ...]], num_classes: int, *, size: Annotated[int, ONE_OR_MORE] = 32) -> Reader:
     """The network for these shapes of a sample, here {"rows": (8, 8), "seen": (8,)}."""
-    return Reader(num_classes)
+    return Reader(num_classes, size)

@@ -103,7 +103,7 @@ def test_a_network_that_cannot_be_compiled_is_tried_once_and_counted(
 
 
 @pytest.mark.parametrize(("method", "why"), [("fedavg", "trained as stacks"), ("fedoras", "others")])
-def test_where_nothing_is_compiled_a_warning_says_so_once(
+def test_where_nothing_is_compiled_or_stacked_a_warning_says_so_once(
     tiny_config: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture, method: str, why: str
 ) -> None:
     config = tiny_config(
@@ -116,3 +116,5 @@ def test_where_nothing_is_compiled_a_warning_says_so_once(
         for _ in range(2):
             stage.plan(state)
     assert [why in text for text in caplog.messages if "executor.compile=true has no effect" in text] == [True]
+    stacks = [text for text in caplog.messages if "executor.stack_clients=4 has no effect on these clients" in text]
+    assert len(stacks) == (method == "fedoras")

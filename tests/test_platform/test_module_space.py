@@ -30,8 +30,11 @@ from fedloom.platform.spaces.module import ModuleSpace
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 SOURCE = '''
+from typing import Annotated
+
 import numpy as np
 import torch
+from annotated_types import Interval
 from sklearn.datasets import load_digits
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
@@ -63,6 +66,10 @@ class Lora(nn.Module):
 
 def lora():
     return nn.Sequential(nn.Flatten(), Lora(nn.Linear(64, 10)))
+
+
+def sized(input_shape, num_classes, *, hidden: Annotated[int, Interval(ge=2)] = 4):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
 
 
 class ViT(nn.Module):
@@ -492,6 +499,20 @@ def test_what_others_have_is_refused(config_of: Make, tmp_path: Path) -> None:
     config = replace(config_of(tmp_path, "lora"), method=SuperFedNASConfig())
     with pytest.raises(ValueError, match="superfednas cannot use space module, which has one architecture; use fedavg"):
         build_stages(build_world(config))
+
+
+def test_keyword_only_parameters_of_what_builds_the_network_are_options(my_net: Path) -> None:
+    from fedloom.platform.spaces.registry import build_space
+
+    def built(**options: object) -> tuple[int, ...]:
+        space = build_space(SpaceConfig("module", build="my_net:sized", input_shape=[1, 8, 8], options=options))
+        return tuple(space.initial_weights(torch.Generator())["1.weight"].shape)
+
+    assert (built(), built(hidden=6)) == ((4, 64), (6, 64))
+    with pytest.raises(ValueError, match=r"space\.options\.hidden=1: must be at least 2 \(an option of network my_net"):
+        built(hidden=1)
+    with pytest.raises(ValueError, match=r"space\.options\.hiden: not an option of space module, network my_net:sized"):
+        built(hiden=6)
 
 
 def test_a_module_that_is_no_networks_part_is_no_constant() -> None:

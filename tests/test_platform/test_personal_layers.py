@@ -236,31 +236,39 @@ def test_with_personal_tensors_alone_every_client_trains_alone(make_config: Make
     assert differing(weights, kept(state, 1)) == []
 
 
-def test_apfl_with_a_fixed_alpha_of_0_is_fedavg_bit_for_bit(
-    make_config: Make, run_in_memory: Run, run_stages: Any
+def test_with_one_client_it_does_not_matter_what_is_personal(make_config: Make, run_in_memory: Run) -> None:
+    ends = []
+    for patterns in ([], ["classifier"], ["batch_norms"], ["*", "!classifier"], ["*"]):
+        _, _, state = run_in_memory(make_config(personal(*patterns, weighting="plain"), num_clients=1))
+        ends.append({**state.weights("supernet"), **kept(state, 0)})
+    assert [differing(ends[0], end) for end in ends[1:]] == [[]] * 4
+
+
+@pytest.mark.parametrize(("alpha", "adaptive"), [(0.0, False), (0.5, True)])
+def test_the_shared_model_of_apfl_is_that_of_fedavg_bit_for_bit_and_with_an_alpha_of_0_its_mixture(
+    alpha: float, adaptive: bool, make_config: Make, run_in_memory: Run, run_stages: Any
 ) -> None:
-    world, mixtures, state = run_in_memory(make_config(apfl(alpha=0.0, adaptive=False)))
+    world, mixtures, state = run_in_memory(make_config(apfl(alpha, adaptive=adaptive)))
     train = SiloTrainingConfig(rounds=2, batch_size=12, use_validation=False)
     shared = Subnet((0, 0, 0), stand_alone=True)
     both = subnet_stages(world, SubnetConfig("apfl", train=train), lambda _: ScoreShared(shared))
     memory, fedavg = run_stages(world, both, RunState())
     assert differing(dict(fedavg.weights("supernet")), dict(state.weights("supernet"))) == []
     scores = [m.table("evaluations").query("split == 'test'")["value"].tolist() for m in (mixtures, memory)]
-    assert scores[0] == scores[1]
+    assert (scores[0] == scores[1]) is (alpha == 0)
 
 
-def test_apfl_with_a_fixed_alpha_of_1_trains_every_client_alone(make_config: Make) -> None:
-    world = build_world(make_config(apfl(alpha=1.0, adaptive=False)))
-    stage, worker = build_stages(world)[0], Worker(world.spec)
-    state = stage.begin(RunState())
-    assignment = stage.plan(state).assignments[0]
-    # In a first round what is shared is trained from the same weights on the same batches.
-    result = assignment.task.run(worker, assignment, state.weights("supernet"))
-    assert result.update is not None
-    assert result.state is not None
-    assert differing(dict(result.update.tensors), under(result.state, WEIGHTS)) == []
-    assert result.macs == 2 * result.samples * world.macs_table.cost((0, 0, 0))
-    assert result.bytes_up == bytes_of(state.weights("supernet"))
+def test_apfl_with_a_fixed_alpha_of_1_trains_every_client_alone(
+    make_config: Make, run_in_memory: Run, run_stages: Any
+) -> None:
+    world, memory, state = run_in_memory(make_config(apfl(alpha=1.0, adaptive=False)))
+    # Under the same name, on which the order of the batches depends.
+    _, alone = run_stages(world, stages_of_personal(replace(personal("*"), name="apfl"), world), RunState())
+    for client_id in range(3):
+        assert differing(kept(state, client_id), kept(alone, client_id)) == []
+    row = memory.table("clients").iloc[0]
+    assert row["macs"] == 2 * row["samples"] * world.macs_table.cost((0, 0, 0))
+    assert row["bytes_up"] == bytes_of(state.weights("supernet"))
 
 
 def test_fedproto_without_a_pull_trains_every_client_alone(
@@ -387,3 +395,9 @@ def test_what_makes_no_sense_is_refused_in_one_line(case: str, make_config: Make
     with pytest.raises(ValueError, match=message) as refused:
         build_stages(build_world(make_config(personal(*patterns, **train))))
     assert "\n" not in str(refused.value)
+
+
+def test_batch_norms_whose_statistics_nobody_estimates_are_refused(make_config: Make) -> None:
+    space = SpaceConfig("cnn_width", input_shape=[1, 8, 8], stage_widths=[8], widths=[1.0])
+    with pytest.raises(ValueError, match=r"^space.norm=static: no training moves .* use space.norm=batch or group$"):
+        build_stages(build_world(make_config(personal("classifier"), space=space)))

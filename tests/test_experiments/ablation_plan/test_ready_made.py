@@ -24,6 +24,7 @@ FITTING = {  # empty where the settings have experiments of their own
     "comm_budget": "fedoras_digits",
     "compression": "fedavg_digits",
     "distribution_averaging": "superfednas_digits",
+    "fedmask": "",
     "fedoras_alpha": "fedoras_digits",
     "idle_momentum": "fedoras_digits",
     "init": "fedoras_digits",
@@ -34,6 +35,7 @@ FITTING = {  # empty where the settings have experiments of their own
     "optimisers": "fedavg_digits",
     "optimisers_tuning": "fedavg_digits",
     "participation": "fedoras_digits",
+    "personal": "",
     "robust": "fedavg_digits",
     "search": "fedoras_digits",
     "selection": "fedavg_digits",
@@ -43,6 +45,7 @@ FITTING = {  # empty where the settings have experiments of their own
     "superfed_alpha": "superfednas_digits",
     "superfed_participation": "superfednas_digits",
     "supernet_optimisers": "fedoras_digits",
+    "systems": "",
     "tier_split": "fedoras_digits",
 }
 
@@ -59,7 +62,7 @@ SEEDS = {
                 "supernet_optimisers",
                 "selection",
             ),
-            *("methods", "methods_cifar10", "shrinking", "robust", "compression"),
+            *("methods", "methods_cifar10", "shrinking", "robust", "compression", "personal", "systems", "fedmask"),
         ),
         (1, 2, 3),
     ),
@@ -96,6 +99,7 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"heuristic": ("overlap + R", "overlap + S", "overlap + TS", "MaxNet")},
         {"heuristic": "MaxNet"},
     ),
+    "fedmask": ({"method": ("alone", "FedAvg", "FedMask")}, {}),
     "fedoras_alpha": ({"alpha": (1000.0, 1.0, 0.1)}, {"alpha": 1.0}),
     "idle_momentum": ({"idle": ("rest", "move on")}, {"idle": "rest"}),
     "init": ({"rounds": ("5 rounds", "15 rounds", "30 rounds", "30 rounds each")}, {"rounds": "30 rounds"}),
@@ -124,6 +128,16 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"optimiser": "FedAvg, momentum", "lr": 0.1},
     ),
     "participation": ({"clients_per_round": (4, 8, 16)}, {}),
+    "personal": (
+        {
+            "method": (
+                *("alone", "FedAvg", "FedAvg, fine-tuned", "FedPer", "FedRep", "LG-FedAvg", "FedBN", "APFL", "Ditto"),
+                "FedProto",
+            ),
+            "skew": ("two classes", "alpha .3", "turned images"),
+        },
+        {},
+    ),
     "robust": (
         {
             "attackers": (0.0, 0.2, 0.4),
@@ -149,6 +163,7 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
         {"server": ("mean", "FedAvgM .5", "FedAdam .003", "FedAdam .01", "FedYogi .01")},
         {"server": "mean"},
     ),
+    "systems": ({"method": ("HeteroFL", "SplitMix", "FedDF", "FedDF, not distilled")}, {}),
     "tier_split": (
         {"split": ("4 equal", "2 equal", "3 equal", "4 mostly small", "4 mostly large", "4 by devices", "4 low rho")},
         {"split": "4 equal"},
@@ -198,6 +213,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "comm_budget": 24,
         "compression": 21,
         "distribution_averaging": 8,
+        "fedmask": 9,
         "fedoras_alpha": 12,
         "idle_momentum": 6,
         "init": 8,
@@ -208,6 +224,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "optimisers": 27,
         "optimisers_tuning": 54,
         "participation": 6,
+        "personal": 90,
         "robust": 360,
         "search": 18,
         "selection": 15,
@@ -217,6 +234,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "superfed_alpha": 9,
         "superfed_participation": 9,
         "supernet_optimisers": 15,
+        "systems": 12,
         "tier_split": 14,
     }
 
