@@ -49,6 +49,7 @@ from fedloom.experiments.report.drawing import (
     legend_below,
     legend_line,
     legend_patch,
+    logarithmic,
     looks,
     model_colours,
     new_figure,
@@ -287,6 +288,12 @@ def _points(axes: Axes, x: pd.Series[float], rows: pd.DataFrame, colour: str, ma
     axes.plot(x, 100 * rows["mean"], color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
 
 
+def _beside(x: pd.Series[float], line: int, lines: int, width: float | None) -> pd.Series[float]:
+    """The positions of one of several lines, moved so that their bars do not overlap; logarithmic axes lack a width."""
+    aside = line - (lines - 1) / 2
+    return x * 1.02**aside if width is None else x + 0.009 * width * aside
+
+
 def macs_figure(study: Study) -> Figure | None:
     """Test accuracy against MACs, a panel per axis and a line per value, the other axes at their references.
 
@@ -308,16 +315,14 @@ def macs_figure(study: Study) -> Figure | None:
     figure, panels = _grid(len(rows_of), 4.6)
     macs = pd.concat([rows["macs"] for rows in rows_of.values()])
     scale, prefix = si_scale(float(macs.max()))
-    logarithmic = bool(macs.max() >= LOGARITHMIC_FROM * macs.min())
+    is_logarithmic = bool(macs.max() >= LOGARITHMIC_FROM * macs.min())
     for i, (axes, (axis, rows)) in enumerate(zip(panels, rows_of.items(), strict=True)):
         values = study.values(axis)
-        width = float(rows["macs"].max() - rows["macs"].min()) or 1.0
+        width = None if is_logarithmic else float(rows["macs"].max() - rows["macs"].min()) or 1.0
         for j, (value, (colour, marker)) in enumerate(looks(values).items()):
             line = rows[rows[axis] == value].sort_values("macs")
-            aside = j - (len(values) - 1) / 2  # offset, so that the bars of different lines do not overlap
-            x = line["macs"] * 1.02**aside if logarithmic else line["macs"] + 0.009 * width * aside
-            _points(axes, x / scale, line, colour, marker)
-        if logarithmic:
+            _points(axes, _beside(line["macs"], j, len(values), width) / scale, line, colour, marker)
+        if is_logarithmic:
             axes.set_xscale("log")
         values_legend(axes, axis, _line_handles(values))
         label = "" if i % _MOST_COLUMNS else "test accuracy (%)"
@@ -351,7 +356,8 @@ def metric_figure(study: Study) -> Figure | None:
         quiet(axes, title=study.title(axis), xlabel=axis, ylabel=label)
         axes.grid(False, axis="x")
         if not isinstance(next(iter(positions)), int | float) and max(map(len, positions)) > 30 // len(positions):
-            axes.tick_params(axis="x", rotation=25)
+            for tick_label in axes.get_xticklabels():
+                tick_label.set(rotation=25, horizontalalignment="right", rotation_mode="anchor")
     _limit(panels, list(rows_of.values()))
     handles = [legend_line(color=colours[m], marker=markers[m], markersize=5, label=model_name(m)) for m in models]
     legend_below(figure, handles, 4)
@@ -375,9 +381,12 @@ def crossed_figure(study: Study) -> Figure | None:
     for i, (axes, panel) in enumerate(zip(panels, panel_values, strict=True)):
         positions = _scale(axes, study.values(first))
         shown = rows if third is None else rows[rows[third] == panel]
-        for value, (colour, marker) in looks(study.values(second)).items():
+        width = max(positions.values()) - min(positions.values()) if axes.get_xscale() == "linear" else None
+        lines = looks(study.values(second)).items()
+        for j, (value, (colour, marker)) in enumerate(lines):
             line = shown[shown[second] == value]
-            _points(axes, pd.Series([positions[v] for v in line[first]]), line, colour, marker)
+            x = pd.Series([positions[v] for v in line[first]], dtype=float)
+            _points(axes, _beside(x, j, len(lines), width), line, colour, marker)
         title = study.title(*axis_names) if third is None else f"{third}: {short(panel)}"
         quiet(axes, title=title, xlabel=first, ylabel="" if i % _MOST_COLUMNS else "mean test accuracy (%)")
     _limit(panels, [rows])
@@ -525,7 +534,7 @@ def bytes_figure(study: Study) -> Figure | None:
     sent = convergence(study.tables).merge(megabytes(study.tables), on=["run_id", "stage", "rounds_done"])
     figure = _by_stage(study, sent, "megabytes", "megabytes received and sent")
     for axes in figure.axes if figure is not None else ():
-        axes.set_xscale("log")  # compressed messages are a tenth of others
+        logarithmic(axes, "x")  # compressed messages are a tenth of others
     return figure
 
 

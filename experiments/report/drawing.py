@@ -14,7 +14,7 @@ from itertools import cycle
 from math import inf
 from multiprocessing import get_context, parent_process
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -36,8 +36,8 @@ T = TypeVar("T")
 BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", "#222222"
 MODEL_COLOURS = {"supernet_init": GREY, "fine_tuned": BLUE, "rand_init": VERMILION}
 
-SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK)
-"""Colours of lines without a natural order."""
+SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK, "#8C564B")
+"""Colours of lines without a natural order; theirs but for the last, a brown."""
 
 MARKERS = "osD^vPX<>*"
 WITHOUT_STAR = MARKERS[:-1]
@@ -86,9 +86,12 @@ def legend_patch(**style: Any) -> Patch:
 def legend_below(
     part: Figure | SubFigure, handles: Sequence[Line2D | Patch], columns: int = 1, title: str | None = None
 ) -> None:
-    """Draws a legend of at most so many columns below all panels."""
-    columns = min(len(handles), columns)
-    part.legend(handles=handles, title=title, loc="outside lower center", ncols=columns, **LEGEND)
+    """Draws a legend below all panels, of rows of equal length with at most so many entries, as many as fit."""
+    longest = max((len(str(handle.get_label())) for handle in handles), default=0)
+    width_in = part.bbox.width / part.dpi
+    most = max(1, min(columns, int(width_in / (longest / LEGEND_LETTERS + LEGEND_HANDLE_IN))))
+    columns = -(-len(handles) // max(1, -(-len(handles) // most)))
+    part.legend(handles=handles, title=title, loc="outside lower center", ncols=max(1, columns), **LEGEND)
 
 
 def tint(colour: str) -> str:
@@ -177,14 +180,15 @@ def whole_numbers(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
-def logarithmic(axes: Axes) -> None:
-    """A logarithmic y axis whose ticks are plain numbers: perplexities fall from the vocabulary's size to a few."""
+def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
+    """A logarithmic axis whose ticks are plain numbers: perplexities fall from the vocabulary's size to a few."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axis = axes.yaxis if which == "y" else axes.xaxis
+    axes.set(**{f"{which}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def png(figure: Figure) -> bytes:
@@ -227,8 +231,8 @@ def tiers_in_order(names: Iterable[str]) -> list[str]:
 TITLE_LETTERS, LEGEND_LETTERS = 11, 13
 """Characters per inch in the font sizes of titles and of legends."""
 
-LEGEND_LINE_IN = 0.2
-"""Height of a line of a legend, in inches."""
+LEGEND_LINE_IN, LEGEND_HANDLE_IN = 0.2, 0.6
+"""Height of a line of a legend, and width of an entry's line with the space around it, in inches."""
 
 
 def looks(names: Iterable[T], colours: Sequence[str] = SERIES, markers: str = MARKERS) -> dict[T, tuple[str, str]]:

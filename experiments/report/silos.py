@@ -214,7 +214,7 @@ def gains_block(run: Tables) -> Block:
     return Block(f"Personalisation gains of run {run.paths[0].run_id}", text, heads, tuple(rows), labels=1)
 
 
-COLOURS = (*SERIES, "#8C564B", GREY)
+COLOURS = (*SERIES, GREY)
 """One colour per method that may be compared."""
 
 PHASES = ("1: pre-training", "2: search", "3: training")

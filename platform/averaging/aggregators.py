@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, product
 from typing import Annotated, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Averaged, Coverage, Update, WeightedSums, check_weights
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped
-from fedloom.platform.spaces.slices import Region, Weights, bytes_of, inside, part_in, part_of
+from fedloom.platform.spaces.slices import Region, Weights, bytes_of, cells, inside, part_in, part_of
 
 MEAN = "mean"
 """The aggregator for which partial sums are enough."""
@@ -55,16 +54,14 @@ class Cell:
         Over all scalars of the model that both hold, divided by their number.
         """
         places = torch.tensor(self.places)
-        squares_nn, sizes_nn = (
-            self.comparison.squares_nn[places][:, places],
-            self.comparison.sizes_nn[places][:, places],
-        )
-        return squares_nn / sizes_nn
+        pairs = (places[:, None], places)
+        squares_nn, sizes_nn, _ = self.comparison.sums
+        return squares_nn[pairs] / sizes_nn[pairs]
 
     @property
     def norms_n(self) -> Tensor:
         """The norms of the clients' changes, of all that they hold of the model, (N,) of float64."""
-        return self.comparison.norms_n[torch.tensor(self.places)]
+        return self.comparison.sums[2][torch.tensor(self.places)].sqrt()
 
 
 Aggregator = Callable[[Cell], Tensor | None]
@@ -142,61 +139,80 @@ class KeptUpdates:
         """Adds the updates of the next chunk in plan order."""
         self.kept += other.kept
 
-    @torch.no_grad()
     def finish(self, old: Weights, min_contributors: int = 1, singly: Container[str] = ()) -> Averaged:
         """The new weights, as `WeightedSums.finish`: where too few clients hold a scalar it keeps its old value.
 
         The tensors named by `singly` are no part of the model (such as a local rule's), and are averaged.
         """
-        combine = AGGREGATORS.make(self.rule or ComponentSpec(MEAN))
-        weights, coverage = dict(old), dict[str, dict[Region, Coverage]]()
-        pieces_by_name = self._pieces()
-        model = {name: pieces for name, pieces in pieces_by_name.items() if name not in singly}
-        comparison = Comparison(model, old, len(self.kept))
-        for name, pieces in pieces_by_name.items():
-            new, covered = old[name].clone(), dict[Region, Coverage]()
-            for region in cells([piece.region for piece in pieces]):
-                held = [piece for piece in pieces if inside(region, piece.region)]
-                if len(held) < (1 if name in singly else max(1, min_contributors)):
+        rule = self.rule or ComponentSpec(MEAN)
+        return aggregated(self.kept, (rule.name, AGGREGATORS.make(rule)), old, min_contributors, singly)
+
+
+@torch.no_grad()
+def aggregated(
+    updates: Sequence[Update],
+    named_rule: tuple[str, Aggregator],
+    old: Weights,
+    min_contributors: int = 1,
+    singly: Container[str] = (),
+) -> Averaged:
+    """The new weights of a round's updates, in plan order; see `KeptUpdates.finish`."""
+    rule_name, rule = named_rule
+    weights, coverage = dict(old), dict[str, dict[Region, Coverage]]()
+    pieces_by_name = _pieces(updates)
+    model = {name: pieces for name, pieces in pieces_by_name.items() if name not in singly}
+    comparison = Comparison(model, old, len(updates))
+    for name, pieces in pieces_by_name.items():
+        new, covered = old[name].clone(), dict[Region, Coverage]()
+        for region, held in _cells_with_pieces(pieces):
+            if len(held) < min_contributors and name not in singly:
+                continue
+            values_n = torch.stack([part_in(piece.values, piece.region, region) for piece in held])
+            target = part_of(new, region)
+            if new.is_floating_point():
+                weights_n = torch.tensor([piece.weight for piece in held])
+                places = tuple(piece.update_index for piece in held)
+                cell = Cell(name, values_n, weights_n, target.clone(), places, updates, comparison)
+                combined = mean(cell) if name in singly else rule(cell)
+                if combined is None:
                     continue
-                values_n = torch.stack([part_in(piece.values, piece.region, region) for piece in held])
-                target = part_of(new, region)
-                if new.is_floating_point():
-                    weights_n = torch.tensor([piece.weight for piece in held])
-                    places = tuple(piece.update_index for piece in held)
-                    cell = Cell(name, values_n, weights_n, target.clone(), places, self.kept, comparison)
-                    combined = mean(cell) if name in singly else combine(cell)
-                    if combined is None:
-                        continue
-                    target.copy_(self._checked(cell, combined))
-                else:
-                    target.copy_(values_n.amax(dim=0))  # a counter
-                covered[region] = Coverage(
-                    sum(piece.weight for piece in held), len(held), sum(piece.weight * piece.factor for piece in held)
-                )
-            weights[name] = new
-            if covered:
-                coverage[name] = covered
-        return Averaged(weights, coverage)
+                target.copy_(_checked(rule_name, cell, combined))
+            else:
+                target.copy_(values_n.amax(dim=0))  # a counter
+            covered[region] = Coverage(
+                sum(piece.weight for piece in held), len(held), sum(piece.weight * piece.factor for piece in held)
+            )
+        weights[name] = new
+        if covered:
+            coverage[name] = covered
+    return Averaged(weights, coverage)
 
-    def _checked(self, cell: Cell, new: object) -> Tensor:
-        shape = tuple(cell.old.shape)
-        if not isinstance(new, Tensor) or tuple(new.shape) != shape or not bool(torch.isfinite(new).all()):
-            what = f"a tensor of shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
-            rule = self.rule.name if self.rule else MEAN
-            raise PluginError(f"aggregator {rule!r} gives {what} for {cell.name}: give finite values of shape {shape}")
-        return new
 
-    def _pieces(self) -> dict[str, list[_Piece]]:
-        """Per shared tensor what clients have trained of it, in plan order."""
-        pieces = dict[str, list[_Piece]]()
-        for update_index, update in enumerate(self.kept):
-            for name in update.tensors:
-                if weight := update.weights[name]:
-                    factor = update.factors.get(name, 1.0)
-                    parts = [_Piece(region, part, update_index, weight, factor) for region, part in update.parts(name)]
-                    pieces.setdefault(update.slices[name].source, []).extend(parts)
-        return pieces
+def _checked(rule_name: str, cell: Cell, new: object) -> Tensor:
+    shape = tuple(cell.old.shape)
+    if not isinstance(new, Tensor) or tuple(new.shape) != shape or not bool(torch.isfinite(new).all()):
+        what = f"a tensor of shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
+        raise PluginError(f"aggregator {rule_name!r} gives {what} for {cell.name}: give finite values of shape {shape}")
+    return new
+
+
+def _pieces(updates: Sequence[Update]) -> dict[str, list[_Piece]]:
+    """Per shared tensor what clients have trained of it, in plan order."""
+    pieces = dict[str, list[_Piece]]()
+    for update_index, update in enumerate(updates):
+        for name in update.tensors:
+            if weight := update.weights[name]:
+                factor = update.factors.get(name, 1.0)
+                parts = [_Piece(region, part, update_index, weight, factor) for region, part in update.parts(name)]
+                pieces.setdefault(update.slices[name].source, []).extend(parts)
+    return pieces
+
+
+def _cells_with_pieces(pieces: Sequence[_Piece]) -> Iterator[tuple[Region, list[_Piece]]]:
+    """The regions that the same clients hold, of those that anybody holds."""
+    for region in cells([piece.region for piece in pieces]):
+        if held := [piece for piece in pieces if inside(region, piece.region)]:
+            yield region, held
 
 
 class _Piece(NamedTuple):
@@ -223,38 +239,21 @@ class Comparison:
         self._pieces_by_name, self._old, self._num_updates = pieces_by_name, old, num_updates
 
     @cached_property
-    def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Squared distances over what two updates share, the sizes of that, and squared norms, by places (float64)."""
         squares_nn = torch.zeros(self._num_updates, self._num_updates, dtype=torch.float64)
         sizes_nn, norms_n = torch.zeros_like(squares_nn), torch.zeros(self._num_updates, dtype=torch.float64)
         for name, pieces in self._pieces_by_name.items():
             old = self._old[name]
-            for region in cells([piece.region for piece in pieces]) if old.is_floating_point() else ():
-                held = [piece for piece in pieces if inside(region, piece.region)]
-                if held:
-                    places = torch.tensor([piece.update_index for piece in held])
-                    gram_nn = _gram([part_in(p.values, p.region, region) for p in held], part_of(old, region))
-                    own_n = gram_nn.diagonal()
-                    norms_n[places] += own_n
-                    pairs = (places[:, None], places)
-                    squares_nn[pairs] += (own_n[:, None] + own_n - 2 * gram_nn).clamp(min=0).fill_diagonal_(0)
-                    sizes_nn[pairs] += part_of(old, region).numel()
+            for region, held in _cells_with_pieces(pieces) if old.is_floating_point() else ():
+                places = torch.tensor([piece.update_index for piece in held])
+                gram_nn = _gram([part_in(p.values, p.region, region) for p in held], part_of(old, region))
+                lengths_n = gram_nn.diagonal()
+                pairs = (places[:, None], places)
+                squares_nn[pairs] += (lengths_n[:, None] + lengths_n - 2 * gram_nn).clamp(min=0).fill_diagonal_(0)
+                sizes_nn[pairs] += part_of(old, region).numel()
+                norms_n[places] += lengths_n
         return squares_nn, sizes_nn, norms_n
-
-    @property
-    def squares_nn(self) -> Tensor:
-        """Squared distances over the scalars that two updates share."""
-        return self._sums[0]
-
-    @property
-    def sizes_nn(self) -> Tensor:
-        """The numbers of scalars that two updates share."""
-        return self._sums[1]
-
-    @property
-    def norms_n(self) -> Tensor:
-        """The norms of the updates' changes."""
-        return self._sums[2].sqrt()
 
 
 def _gram(values: Sequence[Tensor], old: Tensor) -> Tensor:
@@ -273,9 +272,3 @@ def _gram(values: Sequence[Tensor], old: Tensor) -> Tensor:
 
 Sums = WeightedSums | KeptUpdates
 """What the server keeps of a round's updates."""
-
-
-def cells(regions: Sequence[Region]) -> Iterator[Region]:
-    """Cuts the regions' bounding box so that every region holds a cell as a whole or not at all."""
-    edges = [sorted({e for region in regions for e in region[d]}) for d in range(len(regions[0]))]
-    yield from product(*(list(pairwise(dimension)) for dimension in edges))

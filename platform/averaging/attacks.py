@@ -19,6 +19,9 @@ replaced where all of a round's have arrived, before anything else looks at them
                            z = max{z: phi(z) < (n - m - s) / (n - m)}             n clients, m of them attackers
                            all attackers send mu_j + z sigma_j of every coordinate j
     Inner product      Xie, Koyejo, Gupta: Fall of Empires. UAI 2020: all attackers send -epsilon mu
+
+ALIE's authors send mu - z sigma, the mirror image, with z an option (1.5); ByzantineMomentum lets attackers see the
+honest clients' changes, and divides sigma's sum by n - 1.
 """
 
 from __future__ import annotations
@@ -31,13 +34,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.platform.averaging.aggregators import cells
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext
 from fedloom.platform.data.trees import single
 from fedloom.platform.plugins import PluginError, Registry, Shipped
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE
-from fedloom.platform.spaces.slices import Region, inside, part_in, part_of, whole_region
+from fedloom.platform.spaces.slices import Region, cells, inside, part_in, part_of, whole_region
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.average import Update

@@ -7,12 +7,11 @@ counters keep their type and take the largest value among the contributors.
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
 
 import torch
 from torch import Tensor
 
-from fedloom.platform.spaces.slices import Region, SliceMap, Weights, inside, part_in, part_of, whole_region
+from fedloom.platform.spaces.slices import Region, SliceMap, Weights, cells, inside, part_in, part_of, whole_region
 
 MASKED = torch.int32
 """The type of masked updates: residues modulo 2^32."""
@@ -141,8 +140,7 @@ class TensorSum:
         if len(self.coverage) == 1:
             yield from self.coverage.items()
             return
-        edges = [sorted({e for region in self.coverage for e in region[d]}) for d in range(len(self.box))]
-        for cell in product(*(list(pairwise(dimension)) for dimension in edges)):
+        for cell in cells(self.coverage):
             covered = Coverage()
             for region, coverage in self.coverage.items():
                 if inside(cell, region):
@@ -156,13 +154,13 @@ class TensorSum:
         afterwards: if it spans the whole tensor it becomes the result in place, because a second copy of a large
         supernet costs more than the arithmetic.
         """
-        cells = [(region, coverage, coverage.contributors >= fewest) for region, coverage in self.cells()]
-        reached = {region: coverage for region, coverage, enough in cells if enough}
+        parts = [(region, coverage, coverage.contributors >= fewest) for region, coverage in self.cells()]
+        reached = {region: coverage for region, coverage, enough in parts if enough}
         if not reached:
             return old, {}
         whole = self.total.shape == old.shape and self.total.dtype == old.dtype
         result = self.total if whole else old.clone()
-        for region, coverage, enough in cells:
+        for region, coverage, enough in parts:
             target = part_of(result, region)
             before, total = part_of(old, region), part_in(self.total, self.box, region)
             if enough and not total.dtype.is_floating_point:

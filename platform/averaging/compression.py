@@ -33,6 +33,9 @@ top_k has no such direction: clients that were not in all rounds before have not
 **Slices.** The memory has the coordinates of the shared weights: a client that trains other slices in a later round
 adds what it has not sent of these. **Privacy.** The clipping of `method.train.privacy` comes last and bounds what
 arrives, that from the memory as well; what it cuts off is not remembered.
+
+GRACE's top-k with residual memory sends and remembers the same bits, round after round, of one tensor (of several it
+chooses in each, here the largest of all are sent); its QSGD has the same levels for the same draws.
 """
 
 from __future__ import annotations

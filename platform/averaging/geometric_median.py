@@ -13,6 +13,10 @@ v is always a mean of the updates, of weights b that sum to 1, and its distances
 enough, however many iterations there are. On slices d_ij is taken over what both updates hold, divided by its size,
 and every scalar's median is that of those who hold it. On a whole network only nu is in other units: it is a distance
 per scalar, a root mean square.
+
+The authors' `geom_median` gives the same to rounding (3e-7 of the largest value, after 3 and 20 iterations). Three
+iterations, the paper's, leave far attackers much of their weight: of 25 clients 5 that add 10^6 to every scalar still
+move it by 1400, and after 50 iterations by no more than honest clients differ.
 """
 
 from typing import Annotated

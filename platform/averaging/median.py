@@ -11,6 +11,9 @@
 
 Here clients send weights, which a median moves as it does changes. The values of a coordinate are those of the clients
 that hold it; all of them count alike, as a client's number of samples is its own claim.
+
+Flower's are the same to rounding, as is ByzantineMomentum's trimmed mean; its median of an even number is the lower of
+the two in the middle, and the trimmed mean of ALIE's authors averages the values closest to the median.
 """
 
 import numpy as np

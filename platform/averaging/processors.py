@@ -251,18 +251,24 @@ By = Literal["change", "weight"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsify(Processor):
-    """Sends a share of the changes, the largest of all parameters together; the others count as no change."""
+    """Sends a share of the changes, the largest of all parameters together; the others count as no change.
+
+    With `by` weight, it sends the changes of the largest trained values.
+    """
 
     share: Annotated[float, SHARE, "sparsify: the share of the changes that is sent"] = 0.1
     by: Annotated[By, "sparsify: largest by their own size, or by that of the trained values"] = "change"
     shortens_updates = True
     kind = "sparsify"
 
+    @torch.no_grad()
     def on_client(self, message: Message) -> Message:
         """Resets the other parameters to the received values, in place."""
-        parameters = {name: message.update.tensors[name] for name in message.parameters}
-        if self.share < 1 and parameters:
-            sparsified(parameters, message.received, self.share, self.by)
+        trained = {name: message.update.tensors[name] for name in message.parameters}
+        if self.share < 1 and trained:
+            left_out = smallest(trained if self.by == "weight" else message.changes(), self.share)
+            for name, tensor in trained.items():
+                tensor.copy_(torch.where(left_out[name], message.received[name], tensor))
         return replace(message, traffic=self.expected(message.traffic))
 
     def expected(self, traffic: Traffic) -> Traffic:
@@ -279,22 +285,6 @@ def with_share(processors: Processors, share: float) -> Processors:
 def kept_of(parameters: int, share: float) -> int:
     """The number of changes that are sent of so many parameters, at least one."""
     return max(1, math.ceil(share * parameters)) if parameters else 0
-
-
-@torch.no_grad()
-def sparsified(
-    parameters: Mapping[str, Tensor], received: Mapping[str, Tensor], share: float, by: str = "change"
-) -> int:
-    """Resets all but the largest changes, by magnitude over all parameters, to the received values, in place.
-
-    With `by` weight, those of the largest trained values stay. Returns the number of changes that are left out; of
-    equal ones the first are kept.
-    """
-    values = {name: t if by == "weight" else t - received[name] for name, t in parameters.items()}
-    left_out = smallest(values, share)
-    for name, parameter in parameters.items():
-        parameter.copy_(torch.where(left_out[name], received[name], parameter))
-    return sum(int(part.sum()) for part in left_out.values())
 
 
 def smallest(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:

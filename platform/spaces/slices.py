@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,12 @@ def inside(cell: Region, region: Region) -> bool:
 
 SliceMap = Mapping[str, Slice]
 """The slice of the supernet for each tensor of a subnet, by its name in the subnet."""
+
+
+def cells(regions: Iterable[Region]) -> Iterator[Region]:
+    """Cuts the regions' bounding box so that every region holds a cell as a whole or not at all."""
+    edges = [sorted({edge for interval in dimension for edge in interval}) for dimension in zip(*regions, strict=True)]
+    yield from product(*(list(pairwise(dimension)) for dimension in edges))
 
 
 def extract(weights: Weights, slices: SliceMap) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from math import inf, nan
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.averaging import average as averaging, conformance
+from fedloom.platform.averaging.aggregators import AGGREGATORS, Cell, aggregated, mean
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.conformance import (
     Law,
+    aggregator_laws,
+    aggregators,
+    check_aggregator,
     check_server_rule,
     check_space,
     check_weighting_rule,
@@ -55,6 +60,39 @@ def test_built_in_weighting_rules_obey(law: Law) -> None:
 @pytest.mark.parametrize("law", [law for name in SERVER_RULES.known for law in server_rule_laws(name)])
 def test_built_in_server_rules_obey(law: Law) -> None:
     law()
+
+
+RANGE, ORDER = "attackers leave the result among the honest values", "the order of the clients does not matter"
+EQUAL, SCALED = "equal updates are the result", "scaled weights scale the result"
+JUDGED: tuple[tuple[str, Mapping[str, float], float, set[str]], ...] = (
+    ("mean", {}, 0.0, set()),
+    ("mean", {}, 0.04, {RANGE}),
+    ("median", {}, 0.48, set()),
+    ("trimmed_mean", {"byzantine_share": 0.4}, 0.4, set()),
+    ("trimmed_mean", {"byzantine_share": 0.4}, 0.44, {RANGE}),
+    ("krum", {"byzantine_share": 0.4}, 0.4, set()),
+    ("multi_krum", {"byzantine_share": 0.4}, 0.4, set()),
+    ("bulyan", {"byzantine_share": 0.2}, 0.2, set()),
+    ("bulyan", {"byzantine_share": 0.1}, 0.1, {ORDER}),  # its last choice is between two that have one neighbour each
+    ("rfa", {}, 0.2, {RANGE}),  # three iterations, those of the paper, are not enough where attackers are far away
+    ("rfa", {"iterations": 50}, 0.4, set()),
+    ("norm_bound", {"bound": 0.05}, 0.2, {EQUAL, SCALED}),  # the bound is a length
+)
+"""Aggregators with options, the share of attackers among the clients, and the laws that they break."""
+
+
+@pytest.mark.parametrize(("rule", "options", "withstands", "broken"), JUDGED, ids=str)
+def test_built_in_aggregators_obey_all_laws_but_those_named(
+    rule: str, options: Mapping[str, float], withstands: float, broken: set[str]
+) -> None:
+    check_aggregator(rule, options, withstands=withstands, skip=broken)
+    for law in broken:
+        with pytest.raises(AssertionError, match=f"^aggregator '{rule}' breaks the law '{law}': "):
+            the(law, aggregator_laws(rule, options, withstands=withstands))()
+
+
+def test_every_aggregator_is_checked() -> None:
+    assert {rule for rule, *_ in JUDGED} == set(AGGREGATORS.known)
 
 
 TINY_OPERATORS = ["conv(1)", "ds(3,.5)", "mb(1,2)", "identity"]
@@ -147,12 +185,21 @@ def test_adapters_on_spaces_obey(name: str) -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_plug_ins_obey() -> None:
-    check_server_rule("lion:lion", {"server_lr": 0.01})
+    check_aggregator("median:median", withstands=0.48)
     check_space("mixers:mixers", {"num_classes": 3, "options": {"channels": 4}})
     # What SCAFFOLD's clients send is a change already.
     from scaffold import Scaffold  # type: ignore[import-not-found]  # it lies in the user's folder
 
     check_server_rule(Scaffold().merge, skip=["no change is no step"])
+
+
+@pytest.mark.usefixtures("plugins")
+def test_the_test_on_the_page_passes() -> None:
+    page = (PLUGINS.parents[1] / "platform" / "README.md").read_text()
+    (block,) = re.findall(r"^```python\n(from fedloom.platform.averaging.conformance .*?)^```$", page, re.S | re.M)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    names["test_they_obey"]()
 
 
 # -- how they are called ----------------------------------------------------------------------------------------------
@@ -393,3 +440,65 @@ def test_a_server_that_moves_what_is_no_parameter_is_refused(monkeypatch: pytest
 
 def test_every_law_of_server_rules_can_be_broken() -> None:
     assert {law.law for law in server_rule_laws("replace")} == {*BROKEN_SERVER, "buffers are the clients mean"}
+
+
+# -- broken aggregators -----------------------------------------------------------------------------------------------
+
+
+BROKEN_AGGREGATORS: Mapping[str, tuple[Callable[[Cell], Any], str]] = {
+    "new values are finite and of the old kind": (
+        lambda cell: None if cell.name == "layer.slices" else mean(cell),
+        "layer.slices keeps its old values, although 25 clients hold it",
+    ),
+    "the same round gives the same bits": (
+        lambda cell: mean(cell) + torch.rand(()),
+        r"layer.weight\[0, 0\] is .*, expected",
+    ),
+    ORDER: (lambda cell: cell.values_n[0], r"layer.weight\[0, 0\] is .*, expected"),
+    EQUAL: (lambda cell: (mean(cell) + cell.old) / 2, r"layer.weight\[0, 0\] is 2.0.*, expected 2.5"),
+    "shifted weights shift the result": (
+        lambda cell: 0.9 * mean(cell),
+        r"layer.weight\[0, 0\] is 2.28.*, expected 2.38",
+    ),
+    SCALED: (lambda cell: mean(cell).clamp(max=2), r"layer.weight\[0, 0\] is 2, expected 24.6"),
+    RANGE: (
+        lambda cell: cell.old + cell.values_n.sub(cell.old).sign().mean(dim=0),
+        r"2 of 25 clients that attack all scalars move layer.weight\[0, 0\] to .*, and the others' values are 1.5",
+    ),
+    "clients without weight do not count": (
+        lambda cell: mean(cell) + 0.001 * len(cell.updates),
+        r"layer.weight\[0, 0\] is .*, expected",
+    ),
+    "disjoint slices are judged apart": (
+        lambda cell: mean(cell) + 0.001 * len(cell.updates),
+        r"layer.slices\[0\] is .*, expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("law", BROKEN_AGGREGATORS)
+def test_an_aggregator_that_breaks_a_law_is_refused(law: str) -> None:
+    rule, line = BROKEN_AGGREGATORS[law]
+    with pytest.raises(AssertionError, match=f"^aggregator '<lambda>' breaks the law '{law}': {line}") as caught:
+        the(law, aggregator_laws(rule, withstands=0.1))()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_aggregator_of_other_shapes_is_refused() -> None:
+    with pytest.raises(
+        AssertionError, match=r"kind': it gives a tensor of shape \(\) for layer.weight: give finite val"
+    ):
+        check_aggregator(lambda cell: cell.values_n.mean())
+
+
+def test_a_server_that_changes_what_too_few_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def for_any(updates: Any, rule: Any, old: Any, _fewest: int) -> Any:
+        return aggregated(updates, rule, old)  # with whatever number of clients
+
+    monkeypatch.setattr(aggregators, "aggregated", for_any)
+    with pytest.raises(AssertionError, match=r"'what too few hold keeps its bits': layer.slices\[0\] is .*, expected"):
+        check_aggregator("median")
+
+
+def test_every_law_of_aggregators_can_be_broken() -> None:
+    assert {law.law for law in aggregator_laws("mean")} == {*BROKEN_AGGREGATORS, "what too few hold keeps its bits"}

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
 
-from fedloom.platform.averaging.processors import kept_of, saved_by, sparsified
+from fedloom.platform.averaging.processors import kept_of, saved_by, smallest
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.selection import Choice, ClientRecord, Cohort, select
@@ -302,12 +302,11 @@ def test_cohorts_are_distinct_ascending_available_and_full(
 
 
 def test_only_the_largest_changes_are_sent() -> None:
-    received = {"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([[0.0, 0.0, 2.0]])}
-    trained = {"a": torch.tensor([1.1, 4.0]), "b": torch.tensor([[-5.0, 0.2, 2.0]])}
-    assert sparsified(trained, received, 0.4) == 3
-    assert trained["a"].tolist() == [1.0, 4.0]
-    assert trained["b"].tolist() == [[-5.0, 0.0, 2.0]]
-    assert sparsified(trained, received, 1.0) == 0
+    changes = {"a": torch.tensor([0.1, 3.0]), "b": torch.tensor([[-5.0, 0.2, 0.0]])}
+    left_out = smallest(changes, 0.4)
+    assert left_out["a"].tolist() == [True, False]
+    assert left_out["b"].tolist() == [[False, True, True]]
+    assert not any(part.any() for part in smallest(changes, 1.0).values())
 
 
 def test_the_bytes_of_a_thinned_update_are_those_of_its_values_and_their_places() -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.averaging.processors import Sparsify, kept_of, saved_by, sparsified
+from fedloom.platform.averaging.average import Update
+from fedloom.platform.averaging.processors import Message, Payload, Sparsify, Traffic, kept_of, saved_by
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
@@ -21,6 +22,7 @@ from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.zerofl import Sparse, ZeroFLConfig, largest, sparsely
 from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.slices import Slice
 
 Make = Callable[..., RunConfig]
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.1)
@@ -122,7 +124,8 @@ def test_only_a_share_of_the_changes_is_sent_and_counted(tiny_config: Make, by: 
 
 def test_changes_where_the_weights_are_largest() -> None:
     received, trained = {"w": torch.tensor([5.0, 1.0, -3.0])}, {"w": torch.tensor([5.1, 2.9, -3.0])}
-    assert sparsified(trained, received, 0.5, "weight") == 1
+    update, whole = Update(trained, {"w": Slice("w")}, {"w": 1.0}), Payload(12, 3, 1)
+    Sparsify(share=0.5, by="weight").on_client(Message(0, update, received, ("w",), Traffic(whole, whole)))
     assert trained["w"].tolist() == pytest.approx([5.1, 1.0, -3.0])
 
 

@@ -9,6 +9,8 @@ or one test per law:
     def test_my_server_rule(law: Law) -> None:
         law()
 
+    check_aggregator("closest_half:closest_half", withstands=0.3)
+
 A broken law raises AssertionError with one line: what was checked, the law, and the numbers that disagree. The argument
 is a built-in name, an import path (`module:name`), or the rule or space itself. `skip` names laws that a rule or space
 breaks on purpose.
@@ -19,7 +21,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedloom.platform.averaging.conformance import server_rules, spaces, weighting_rules
+from fedloom.platform.averaging.aggregators import AGGREGATORS, Aggregator
+from fedloom.platform.averaging.conformance import aggregators, server_rules, spaces, weighting_rules
+from fedloom.platform.averaging.conformance.aggregators import Judged
 from fedloom.platform.averaging.conformance.law import Law, laws_of
 from fedloom.platform.averaging.conformance.spaces import Tried
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRule
@@ -32,6 +36,8 @@ from fedloom.platform.spaces.space_config import SpaceConfig
 
 __all__ = [
     "Law",
+    "aggregator_laws",
+    "check_aggregator",
     "check_server_rule",
     "check_space",
     "check_weighting_rule",
@@ -57,6 +63,17 @@ def check_server_rule(
     _check(server_rule_laws(rule, options, skip=skip))
 
 
+def check_aggregator(
+    rule: str | Aggregator,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    *,
+    withstands: float = 0.0,
+    skip: Collection[str] = (),
+) -> None:
+    """Raises AssertionError for the first law that an aggregator breaks; see `aggregator_laws`."""
+    _check(aggregator_laws(rule, options, withstands=withstands, skip=skip))
+
+
 def check_space(
     space: str | SpaceConfig | SearchSpace, settings: Mapping[str, Any] = NO_OPTIONS, *, skip: Collection[str] = ()
 ) -> None:
@@ -76,6 +93,21 @@ def server_rule_laws(
 ) -> list[Law]:
     """The laws of a server rule as callables; ValueError for an unknown rule or law."""
     return laws_of("server rule", *_rule(SERVER_RULES, rule, options), server_rules.LAWS, skip)
+
+
+def aggregator_laws(
+    rule: str | Aggregator,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    *,
+    withstands: float = 0.0,
+    skip: Collection[str] = (),
+) -> list[Law]:
+    """The laws of an aggregator as callables; ValueError for an unknown rule or law.
+
+    `withstands` is the share of attackers among the clients that is to move no scalar out of the others' range.
+    """
+    name, made = _rule(AGGREGATORS, rule, options)
+    return laws_of("aggregator", name, Judged(made, name, withstands), aggregators.LAWS, skip)
 
 
 def space_laws(
