@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from fedloom.platform.plugins import is_import_path
-from fedloom.platform.settings import ONE_OR_MORE
+from fedloom.platform.settings import ONE_OR_MORE, POSITIVE
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Evaluation
-    from fedloom.platform.federation.config import RunConfig
-
-Metric = Literal["accuracy", "loss"]
 
 ROUNDING = 1e-12
 """A mean of several scores may fall short of a target that it equals by so much."""
@@ -27,12 +24,16 @@ class StopConfig:
     Every such stage is judged by itself, by the mean of its scores: the server's, or without those the clients'.
     """
 
-    metric: Annotated[Metric, "the score on validation data that decides: accuracy or loss"] = "accuracy"
+    metric: Annotated[Literal["accuracy", "loss"], "the score on validation data that decides: accuracy or loss"] = (
+        "accuracy"
+    )
     patience: Annotated[
         int | None, ONE_OR_MORE, "a stage ends after so many evaluations in a row that are no better; null: never"
     ] = None
     target: Annotated[
-        float | None, "a stage ends when it reaches this accuracy (a share), or falls to this loss; null: never"
+        float | None,
+        POSITIVE,
+        "a stage ends when it reaches this accuracy (a share), or falls to this loss; null: never",
     ] = None
     weights: Annotated[
         Literal["best", "last"],
@@ -114,12 +115,12 @@ class Judgement:
         return Judgement(best, of_rounds, since, stopped)
 
 
-def check_stop(config: RunConfig, keys: Sequence[str], *, is_scored: bool) -> None:
+def check_stop(stop: StopConfig, objective: str, keys: Sequence[str], *, is_scored: bool) -> None:
     """Raises ValueError if stages are to end by their scores and cannot.
 
-    `keys` are the configuration keys of the method's training stages, `is_scored` says whether one of them is scored.
+    `objective` is its name; `keys` are the configuration keys of the method's training stages, `is_scored` says whether
+    one of them is scored.
     """
-    stop = config.stop
     if not stop.is_set:
         return
     asked = f"stop.target={stop.target:g}" if stop.target is not None else f"stop.patience={stop.patience}"
@@ -130,12 +131,12 @@ def check_stop(config: RunConfig, keys: Sequence[str], *, is_scored: bool) -> No
             else "leave it out"
         )
         raise ValueError(f"{asked} needs scores on validation data, and no training stage has any: {what}")
-    is_share = stop.metric == "accuracy" and not is_import_path(config.objective.name)
-    if stop.target is not None and is_share and not 0 < stop.target <= 1:
-        raise ValueError(f"{asked}: accuracy is a share, above 0 and at most 1, such as 0.8")
+    is_share = stop.metric == "accuracy" and not is_import_path(objective)
+    if stop.target is not None and is_share and stop.target > 1:
+        raise ValueError(f"{asked}: accuracy is a share, at most 1, such as 0.8")
 
 
-def check_scored(config: RunConfig, key: str, *, names_some: bool) -> None:
+def check_scored(stop: StopConfig, key: str, *, names_some: bool) -> None:
     """Raises ValueError if a stage is to end by its scores, and its `key` names nothing to be scored."""
-    if config.stop.is_set and not names_some:
+    if stop.is_set and not names_some:
         raise ValueError(f"{key}: nothing is scored on validation data, so that stop.* cannot end the stage; name some")

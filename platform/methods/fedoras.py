@@ -238,7 +238,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         return Train(Paths(subspace, train_budget, config.paths), round_.local, rules.weighting)
 
     if config.evaluate_every:
-        check_scored(world.config, "method.train.evaluate_paths=0", names_some=config.evaluate_paths > 0)
+        check_scored(world.config.stop, "method.train.evaluate_paths=0", names_some=config.evaluate_paths > 0)
 
     def score(state: RunState) -> list[ScoreSubnets]:
         rng = stream(world.config.seed_for("search"), "evaluate_paths")

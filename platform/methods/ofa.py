@@ -227,7 +227,7 @@ def supernet_stage(world: World, config: OFATrainingConfig) -> TrainingStage:
     names = space.slices(space.largest)
     evaluated = [Subnet(world.architecture(text, "method.train.evaluate")) for text in config.evaluate]
     if config.evaluate_every:
-        check_scored(world.config, "method.train.evaluate", names_some=bool(evaluated))
+        check_scored(world.config.stop, "method.train.evaluate", names_some=bool(evaluated))
     if evaluated and config.evaluate_every:
         check_statistics(world)
     return TrainingStage(

@@ -128,7 +128,7 @@ def build_stages(world: World) -> list[Stage]:
         stages = _checked_stages(stages, f"method {config.name!r}")
     of_rounds = [stage for stage in stages if isinstance(stage, TrainingStage)]
     keys, is_scored = dict.fromkeys(s.rules.key for s in of_rounds), any(s.may_end_early for s in of_rounds)
-    check_stop(world.config, [*keys], is_scored=is_scored)
+    check_stop(world.config.stop, world.config.objective.name, [*keys], is_scored=is_scored)
     trained = [stage for stage in stages if getattr(stage, "trains", False)]
     if world.attackers and (method.kind == "silos" or not all(isinstance(s, TrainingStage) for s in trained)):
         raise ValueError(

@@ -224,7 +224,7 @@ def test_phases_open_before_their_stage_ends_and_it_leaves_no_teacher(tiny_confi
         (
             StopConfig(target=80.0),
             {},
-            "stop.target=80: accuracy is a share, above 0 and at most 1, such as 0.8",
+            "stop.target=80: accuracy is a share, at most 1, such as 0.8",
         ),
     ],
 )
