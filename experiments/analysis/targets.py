@@ -137,9 +137,9 @@ def _before(tables: Tables) -> pd.DataFrame:
     stages = rounds.groupby([*_STAGE, "kind"], sort=False).agg(**sums).reset_index()
     before = []
     for run_id, of_run in stages.groupby("run_id", sort=False):
-        for number, stage in enumerate(of_run.itertuples()):
-            earlier = of_run.iloc[:number]
-            earlier = earlier[earlier["own"] & (earlier["kind"] != stage.kind) & stage.own]
+        for number, stage in enumerate(of_run.to_dict("records")):
+            others = of_run.iloc[: number if stage["own"] else 0]
+            earlier = others[others["own"] & others["kind"].ne(stage["kind"])]
             sums_before = (float(earlier[name].sum()) for name in COSTS[1:])
-            before.append((run_id, stage.stage, *sums_before))
+            before.append((run_id, stage["stage"], *sums_before))
     return pd.DataFrame(before, columns=[*_STAGE, *(f"{name}_before" for name in COSTS[1:])])

@@ -36,7 +36,7 @@ def target_blocks(
         for names, run_ids in settings:
             of_setting = frame[frame["run_id"].isin(run_ids)]
             for (kind, tier), group in of_setting.groupby(["kind", "tier"], sort=False):
-                stage = stage_label(str(group["run_id"].iloc[0]), kind, tier, labels)
+                stage = stage_label(str(group["run_id"].iloc[0]), str(kind), str(tier), labels)
                 estimates = [(estimate_by_seed(group[name], group[SEEDS]), form) for name, _, form in COLUMNS]
                 best = with_interval(estimate_by_seed(group["best"], group[SEEDS]), write)
                 reach = f"{group['reached'].sum()} of {len(group)}"

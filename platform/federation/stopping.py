@@ -47,7 +47,7 @@ class StopConfig:
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
-    """Whether a score is better than another; NaN is no better than any."""
+    """Whether a score is better than another."""
     return value < than if metric == "loss" else value > than
 
 
@@ -97,21 +97,18 @@ class Judgement:
 
     def after(self, score: Score, stop: StopConfig) -> Judgement:
         """The judgement after one more evaluation."""
-        value, rounds = score
-        is_first = self.best is None and not math.isnan(value)
-        if is_first or (self.best is not None and is_better(stop.metric, value, self.best)):
+        (value, rounds), best = score, self.best
+        if not math.isnan(value) and (best is None or is_better(stop.metric, value, best)):
             best, of_rounds, since = value, rounds, 0
         else:
-            best, of_rounds, since = self.best, self.rounds, self.since + 1
+            of_rounds, since = self.rounds, self.since + 1
         stopped = ""
         if stop.target is not None and reaches(stop.metric, value, stop.target):
             stopped = f"{stop.metric} {value:.6g} on validation data reaches stop.target={stop.target:g}"
         elif stop.patience is not None and since >= stop.patience:
-            known = "there was none" if best is None else f"{best:.6g} after {of_rounds} rounds"
-            stopped = (
-                f"{stop.metric} on validation data has not improved in {since} evaluations "
-                f"(stop.patience={stop.patience}); the best: {known}"
-            )
+            known = "number" if best is None else f"better than {best:.6g} after round {of_rounds}"
+            left = "; the weights are those" if stop.weights == "best" and best is not None else ""
+            stopped = f"{stop.metric} on validation data is no {known} (stop.patience={stop.patience}){left}"
         return Judgement(best, of_rounds, since, stopped)
 
 

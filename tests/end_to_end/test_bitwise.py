@@ -106,10 +106,10 @@ COMPARED = (
     *("scaffold", "feddyn", "fednova", "zerofl", "heterofl", "fjord", "fedrolex", "depthfl", "scalefl"),
     *("hetlora", "flexlora", "flora"),
     *("splitmix", "feddf", "pfedme", "fedmask", "ofa", "transformers", "secure", "private"),
-    *("robust", "compressed", "personal_layers", "apfl", "fedproto"),
+    *("robust", "compressed", "personal_layers", "apfl", "fedproto", "stopped", "stopped_tiers"),
 )
-QUICK = ("scaffold", "private", "robust", "feddf")
-"""Those with the most state and arithmetic, and with work of the server; of the others a round would show the same."""
+QUICK = ("scaffold", "private", "robust", "feddf", "stopped")
+"""Those with the most state and arithmetic, with work of the server, and with an early end; of the others a round would show the same."""
 
 
 @pytest.mark.parametrize(

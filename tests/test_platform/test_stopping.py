@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import nan
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import pytest
@@ -71,7 +71,10 @@ def test_the_reason_says_what_was_measured_and_asked_for() -> None:
     assert reached.stopped == "accuracy 0.8125 on validation data reaches stop.target=0.8"
     judgement = Judgement(best=0.5, rounds=10, since=2)
     assert judgement.after(Score(0.5, 25), StopConfig(patience=3)).stopped == (
-        "accuracy on validation data has not improved in 3 evaluations (stop.patience=3); the best: 0.5 after 10 rounds"
+        "accuracy on validation data is no better than 0.5 after round 10 (stop.patience=3); the weights are those"
+    )
+    assert Judgement().after(Score(nan, 5), StopConfig("loss", 1)).stopped == (
+        "loss on validation data is no number (stop.patience=1)"
     )
     progress = RoundProgress("fedavg", 4, 60, 1.5, None, 10, 10, 0, 0, 1.0, left_s=3.0, stopped=reached.stopped)
     assert round_line(progress).endswith(f"left 0:03  the stage ends: {reached.stopped}")
@@ -94,7 +97,8 @@ def scores(memory: Any, metric: str = "accuracy") -> "pd.Series[float]":
     """Those of validation data, by the number of rounds before them."""
     rows = memory.table("evaluations")
     rows = rows[(rows.split == "validation") & (rows.metric == metric)]
-    return rows.groupby("round")["value"].mean()
+    means: pd.Series[float] = rows.groupby("round")["value"].mean()
+    return means
 
 
 def assert_equal_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
@@ -126,7 +130,8 @@ def test_patience_ends_a_stage_with_the_weights_of_its_best_evaluation_or_its_la
             end = rounds
             break
     assert 1 <= best < end < 7, "the run must show something"
-    for weights, after in (("best", best), ("last", end)):
+    kinds: tuple[tuple[Literal["best", "last"], int], ...] = (("best", best), ("last", end))
+    for weights, after in kinds:
         _, memory, state = run_in_memory(fedavg(tiny_config, StopConfig(metric, patience, weights=weights)))
         rounds = memory.table("rounds")
         assert len(rounds) == end

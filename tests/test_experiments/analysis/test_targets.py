@@ -34,8 +34,8 @@ def train(writer: RunWriter, stage: str, rounds: int, curve: Curve, clients: Seq
         for client_id in clients:
             row = {"stage": stage, "round": index, "model": "m", "architecture": "0", "client_id": client_id}
             for shift in (-0.05, 0.05):
-                value = {"split": "validation", "metric": "accuracy", "value": accuracy + shift, "samples": 10}
-                writer.add("evaluations", **row, **value)
+                score = {"split": "validation", "metric": "accuracy", "value": accuracy + shift, "samples": 10}
+                writer.add("evaluations", **row, **score)
             for split, metric, value in (("validation", "loss", 1 - accuracy), ("test", "accuracy", 1.0)):
                 writer.add("evaluations", **row, split=split, metric=metric, value=value, samples=10)
 
