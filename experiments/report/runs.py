@@ -221,6 +221,11 @@ def _facts(tables: Tables, paths: RunPaths, settings: Sequence[Setting]) -> RunF
     facts += [("GPUs", text("gpus"))] if "gpus" in row else []
     facts += [(n, f"{row[n]:%Y-%m-%d %H:%M:%S} UTC" if n in row else ABSENT) for n in ("started", "ended")]
     facts += [("error", str(row["error"]))] if "error" in row else []
+    ended = tables.rounds[(tables.rounds["run_id"] == paths.run_id) & tables.rounds["stopped"].notna()]
+    facts += [
+        ("ended early", f"{stage}, after round {round_ + 1}: {why}")
+        for stage, round_, why in ended[["stage", "round", "stopped"]].itertuples(index=False)
+    ]
     return RunFacts(paths.run_id, tuple(facts), json.dumps(configuration(tables, paths.run_id), indent=1))
 
 

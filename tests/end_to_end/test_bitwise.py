@@ -109,7 +109,8 @@ COMPARED = (
     *("robust", "compressed", "personal_layers", "apfl", "fedproto", "stopped", "stopped_tiers"),
 )
 QUICK = ("scaffold", "private", "robust", "feddf", "stopped")
-"""Those with the most state and arithmetic, with work of the server, and with an early end; of the others a round would show the same."""
+"""Those with the most state and arithmetic, with work of the server, with an early end; of the others a round would
+show the same."""
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ def begin(root: Path, run_id: str, seed: int = 1, method: str = "fedavg", **keys
 def train(writer: RunWriter, stage: str, rounds: int, curve: Curve, clients: Sequence[int | None] = (None,)) -> None:
     """Rounds of 3 MB down, 1 MB up and half an hour; scores by the column `round`, of two models each."""
     for index in range(rounds):
-        costs = {"bytes_down": 3_000_000, "bytes_up": 1_000_000, "simulated_s": 1800.0, "macs": 1, "wall_s": 1.0}
+        costs: dict[str, Any] = {"stopped": "it is good" if index == 5 else None}
+        costs |= {"bytes_down": 3_000_000, "bytes_up": 1_000_000, "simulated_s": 1800.0, "macs": 1, "wall_s": 1.0}
         writer.add("rounds", stage=stage, round=index, clients_planned=2, loss=1.0, **costs)
     for index, accuracy in curve.items():
         for client_id in clients:
@@ -120,7 +121,9 @@ def test_the_table_of_a_report_has_what_was_asked_for_or_what_the_runs_were_to_e
     with pytest.raises(SystemExit):
         main(["report", "r0.1-1", "r0.1-2", f"--results={seeds}", "--target", "0.6", "--target", "loss=0.1", "--json"])
     written = json.loads(capsys.readouterr().out)
-    assert "## To accuracy 60.0 %" in Path(written["markdown"]).read_text()
+    page = Path(written["markdown"]).read_text()
+    assert "## To accuracy 60.0 %" in page
+    assert page.count("| ended early | fedavg, after round 6: it is good |") == 2
     of_accuracy, of_loss = written["targets"]
     assert (of_accuracy["metric"], of_accuracy["target"], of_accuracy["rows"][0]["reached"]) == ("accuracy", 0.6, 2)
     assert (of_loss["metric"], of_loss["rows"][0]["rounds_values"]) == ("loss", [6])
