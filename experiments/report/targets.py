@@ -10,7 +10,7 @@ from fedloom.experiments.analysis.tables import METRIC, Tables
 from fedloom.experiments.analysis.targets import first_reached, stop_targets
 from fedloom.experiments.report.content import Block
 from fedloom.experiments.report.rounds import stage_label
-from fedloom.experiments.report.wording import INTERVALS, Write, count, percent, si, two_digits, with_interval
+from fedloom.experiments.report.wording import INTERVALS, Write, count, percent, seconds, si, two_digits, with_interval
 
 Target = tuple[str, float]
 """The metric, and the value that is to be reached."""
@@ -21,7 +21,7 @@ RunsOf = Sequence[tuple[tuple[str, ...], Sequence[str]]]
 COLUMNS: tuple[tuple[str, str, Write], ...] = (
     ("rounds", "rounds", count),
     ("megabytes", "MB", si),
-    ("simulated_h", "simulated h", lambda hours: f"{float(hours):.3g}"),
+    ("simulated_h", "simulated", lambda hours: seconds(3600 * float(hours))),
 )
 """The cost, its head and its format."""
 
@@ -44,8 +44,8 @@ def target_blocks(
         shown = f"accuracy {percent(target)} %" if metric == METRIC else f"loss {target:g}"
         text = (
             f"How many runs reach {shown} on validation data, and what they need until the first evaluation that does.",
-            "Rounds are those of the stage; megabytes, which all clients received and sent, and hours of the simulated "
-            "devices are counted since the run began, without stages of the same kind for other tiers.",
+            "Rounds are those of the stage; megabytes, which all clients received and sent, and the time of the "
+            "simulated devices are counted since the run began, without stages of the same kind for other tiers.",
             f"The best {'accuracy in %' if metric == METRIC else 'loss'} is of all runs. Runs that do not reach the "
             "target are in no mean of a cost: where some do not, the costs are those of the faster ones.",
             f"Nothing is interpolated: who is evaluated every 5 rounds needs a multiple of 5. {INTERVALS}",

@@ -113,9 +113,9 @@ def test_the_table_of_a_report_has_what_was_asked_for_or_what_the_runs_were_to_e
     groups = [(("fast",), ["r0.1-1", "r0.1-2", "r0.1-3"]), (("slow",), ["r0.01-1", "r0.01-2", "r0.01-3"])]
     (block,) = target_blocks(tables, groups, ("lr",), labels_of(tables), [("accuracy", 0.6)])
     assert block.title == "To accuracy 60.0 %"
-    assert block.heads == ("lr", "stage", "reach it", "best", "rounds", "MB", "simulated h")
+    assert block.heads == ("lr", "stage", "reach it", "best", "rounds", "MB", "simulated")
     fast, slow = block.rows
-    assert fast[:3] + fast[4:] == ("fast", "fedavg", "2 of 3", "2, 4", "8, 16", "1, 2")
+    assert fast[:3] + fast[4:] == ("fast", "fedavg", "2 of 3", "2, 4", "8, 16", "60 min, 2.0 h")
     assert slow[2:] == ("0 of 3", "30.0 ± 24.8", "–", "–", "–")
     assert [block.title for block in target_blocks(tables, groups, ("lr",), labels_of(tables))] == ["To loss 0.5"]
     with pytest.raises(SystemExit):
