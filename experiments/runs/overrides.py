@@ -52,6 +52,8 @@ SYNONYMS = {
     "selection": "client_selection, sampler, selector",
     "server": "aggregator, optim, optimiser, server_optimizer, server_rule",
     "space.name": "arch, architecture, backbone, model, net, network, search_space",
+    "stop.patience": "early_stop, early_stopping, early_stopping_patience, patience",
+    "stop.target": "target, target_acc, target_accuracy",
     "tiers.count": "num_tiers, tiers",
     "weight_decay": "l2, wd",
     "weighting": "aggregation, averaging",
