@@ -12,7 +12,7 @@ from annotated_types import Interval
 from fedloom.experiments.runs.overrides import last_values
 from fedloom.experiments.terminal import CONFIGURATION
 from fedloom.platform.search.base import Metric
-from fedloom.platform.settings import ONE_OR_MORE, PATH, POSITIVE, UP_TO_A_MILLION, Setting, is_path
+from fedloom.platform.settings import ONE_OR_MORE, PATH, POSITIVE, SHARE, UP_TO_A_MILLION, Setting, is_path
 from fedloom.platform.words import MOST_SAID, shown
 
 Handler = Callable[[argparse.Namespace], int]
@@ -103,6 +103,15 @@ def _number(annotation: Any) -> Callable[[str], float]:
         return number
 
     return read
+
+
+def _target(text: str) -> tuple[str, float]:
+    """Reads a target of scores on validation data: an accuracy, or a metric with its value."""
+    metric, _, value = text.rpartition("=")
+    if metric not in ("", *get_args(Metric)):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: the metric must be {' or '.join(get_args(Metric))}")
+    is_share = metric != "loss"
+    return metric or "accuracy", _number(Annotated[float, SHARE] if is_share else Annotated[float, POSITIVE])(value)
 
 
 def check_typed(args: argparse.Namespace) -> None:
@@ -385,6 +394,13 @@ COMMANDS: Mapping[str, Command] = {
         (
             _many("runs", "RUN", "ids, names or tags; or an ablation (default: what was started last)"),
             Argument("--out", type=_path, help="folder for the files (default: RESULTS/reports/RUN)"),
+            _repeated(
+                "--target",
+                _target,
+                "also what it takes to reach this score on validation data: rounds, megabytes, simulated hours; an "
+                "accuracy such as 0.8, or loss=0.5 (default: stop.target of the runs)",
+                metavar="SCORE",
+            ),
             _flag("--follow", "write it again every 30 s until the runs end; the page follows by itself"),
             RESULTS,
         ),

@@ -272,14 +272,15 @@ def _report(args: argparse.Namespace) -> int:
     results = _here(args, args.runs or None, tensors=False)
     ablation = of_ablation.chosen_ablation(results, args.runs)
     if ablation is not None:
-        files = _written(args, lambda: of_ablation.write_ablation_report(results, ablation, args.out))
-        figures = of_ablation.ablation_json(results, ablation) if args.json else {}
-        show_report(files, of_ablation.ablation_table(results, ablation), figures, as_json=args.json)
+        files = _written(args, lambda: of_ablation.write_ablation_report(results, ablation, args.out, args.target))
+        figures = of_ablation.ablation_json(results, ablation, args.target) if args.json else {}
+        show_report(files, of_ablation.ablation_table(results, ablation, args.target), figures, as_json=args.json)
         return OK
-    files = _written(args, lambda: write_report(results, args.runs or None, args.out))
-    figures = report_json(results, files.run_ids) if args.json else {}
+    files = _written(args, lambda: write_report(results, args.runs or None, args.out, args.target))
+    figures = report_json(results, files.run_ids, args.target) if args.json else {}
     # The report itself says what is missing.
-    show_report(files, summary_table(results, files.run_ids, missing=False), figures, as_json=args.json)
+    table = summary_table(results, files.run_ids, missing=False, targets=args.target)
+    show_report(files, table, figures, as_json=args.json)
     return OK
 
 

@@ -56,6 +56,7 @@ KEYS = (
     "devices",
     "objective",
     "method",
+    "stop",
     "executor",
     "ray",
     "checkpoint",

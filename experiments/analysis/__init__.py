@@ -21,6 +21,7 @@ from fedloom.experiments.analysis.rounds import communication, communication_by_
 from fedloom.experiments.analysis.settings import Estimate, estimate
 from fedloom.experiments.analysis.subnets import decoded
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load, with_training
+from fedloom.experiments.analysis.targets import first_reached, to_target
 from fedloom.experiments.analysis.tiers import hypervolume, pareto, per_tier, with_perplexity
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "estimate",
     "failures",
     "fairness",
+    "first_reached",
     "hypervolume",
     "load",
     "load_ablation",
@@ -53,6 +55,7 @@ __all__ = [
     "per_tier",
     "references",
     "summary",
+    "to_target",
     "with_perplexity",
     "with_training",
 ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from fedloom.experiments.analysis.ablation import (
     ablation_frame,
@@ -60,8 +60,9 @@ from fedloom.experiments.report.drawing import (
 from fedloom.experiments.report.outcomes import FRONTS, Groups, outcomes_block, outcomes_figure
 from fedloom.experiments.report.pages import ReportFiles, write_content
 from fedloom.experiments.report.rounds import KINDS
-from fedloom.experiments.report.runs import records
+from fedloom.experiments.report.runs import records, target_records
 from fedloom.experiments.report.subnets import LOGARITHMIC_FROM
+from fedloom.experiments.report.targets import RunsOf, Target, target_blocks
 from fedloom.experiments.report.wording import (
     ABSENT,
     BARS,
@@ -665,27 +666,33 @@ def chosen_ablation(results: Path, names: Sequence[str]) -> str | None:
     return None if any(start_of(run.run_id, run.config) > starts[latest] for run in runs) else latest
 
 
-def write_ablation_report(results: Path, ablation_id: str, out: Path | None = None) -> ReportFiles:
+def write_ablation_report(
+    results: Path, ablation_id: str, out: Path | None = None, targets: Sequence[Target] = ()
+) -> ReportFiles:
     """Writes report.html, report.md, tables.tex and the figures (PNG, PDF) of an ablation in its current state.
 
-    The default of `out` is `results/reports/ABLATION_ID`. Raises ValueError for an unknown ablation, a damaged file,
+    The default of `out` is `results/reports/ABLATION_ID`. The report has a table of what each of `targets` takes, by
+    default of those that the runs were to end at. Raises ValueError for an unknown ablation, a damaged file,
     or a folder that cannot be written.
     """
     ablation, tables = load_ablation(results, ablation_id)
     for paths in tables.paths:
         check_files(paths)
     folder = output_folder(results, out, f"reports/{ablation.ablation_id}")
-    content = ablation_content(ablation, trial_states(Path(results), ablation), tables)
+    content = ablation_content(ablation, trial_states(Path(results), ablation), tables, targets)
     return write_content(content, folder, [p.run_id for p in tables.paths])
 
 
-def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: Tables) -> Content:
-    """The content of an ablation's report."""
+def ablation_content(
+    ablation: Ablation, states: Sequence[TrialState], tables: Tables, targets: Sequence[Target] = ()
+) -> Content:
+    """The content of an ablation's report; `targets` as in `write_ablation_report`."""
     study = study_of(ablation, tables)
     blocks = [
         trials_block(ablation, states, tables),
         outcomes_block(outcome_groups(ablation, tables), tuple(ablation.axes)),
         points_block(study, wide=True),
+        *_target_blocks(study, targets),
         # A random search has no pairs.
         *(axis_block(study, axis) for axis in study.axes if is_grid(ablation)),
         failures_block(tables),
@@ -707,13 +714,22 @@ def ablation_content(ablation: Ablation, states: Sequence[TrialState], tables: T
     )
 
 
-def outcome_groups(ablation: Ablation, tables: Tables) -> Groups:
-    """The settings of an ablation in order, with the rows of what their trials end with."""
-    frame = outcomes(tables)
+def runs_of(ablation: Ablation) -> RunsOf:
+    """The settings of an ablation in order, with the ids of their runs."""
     runs: dict[tuple[str, ...], list[str]] = {}
     for trial in ablation.trials:
         runs.setdefault(tuple(short(trial.setting[axis]) for axis in ablation.axes), []).append(trial.run_id)
-    groups = [(labels, frame[frame["run_id"].isin(run_ids)]) for labels, run_ids in runs.items()]
+    return [*runs.items()]
+
+
+def _target_blocks(study: Study, targets: Sequence[Target]) -> Iterator[Block]:
+    return target_blocks(study.tables, runs_of(study.ablation), tuple(study.axes), labels_of(study.tables), targets)
+
+
+def outcome_groups(ablation: Ablation, tables: Tables) -> Groups:
+    """The settings of an ablation in order, with the rows of what their trials end with."""
+    frame = outcomes(tables)
+    groups = [(labels, frame[frame["run_id"].isin(run_ids)]) for labels, run_ids in runs_of(ablation)]
     return [(labels, rows) for labels, rows in groups if len(rows)]
 
 
@@ -748,14 +764,18 @@ def _facts(ablation: Ablation) -> RunFacts:
     return RunFacts(ablation.ablation_id, tuple(facts), json.dumps(config, indent=1))
 
 
-def ablation_table(results: Path, ablation_id: str) -> RenderableType:
-    """The table of an ablation's settings for the terminal; fast, without matplotlib."""
+def ablation_table(results: Path, ablation_id: str, targets: Sequence[Target] = ()) -> RenderableType:
+    """The tables of an ablation's settings, and of what targets take, for the terminal; fast, without matplotlib."""
     study = study_of(*load_ablation(results, ablation_id, tables=[t for t in ALL_TABLES if t != "clients"]))
-    return rich_block(points_block(study, wide=False), stacked=False)
+    blocks = [points_block(study, wide=False), *(block for block in _target_blocks(study, targets) if block.rows)]
+    return Group(*(rich_block(block, stacked=False) for block in blocks))
 
 
-def ablation_json(results: Path, ablation_id: str) -> dict[str, Any]:
-    """The report's numbers as JSON values: ablation, trials, missing, and the rows of frame, settings, differences."""
+def ablation_json(results: Path, ablation_id: str, targets: Sequence[Target] = ()) -> dict[str, Any]:
+    """The report's numbers as JSON values: ablation, trials, missing, and the rows of frame, settings, differences.
+
+    `targets` has the rows of `to_target` of each target, those of `write_ablation_report`.
+    """
     ablation, tables = load_ablation(results, ablation_id)
     frame, axes = ablation_frame(tables, ablation), list(ablation.axes)
     states = trial_states(Path(results), ablation)
@@ -783,4 +803,5 @@ def ablation_json(results: Path, ablation_id: str) -> dict[str, Any]:
         "frame": records(frame),
         "settings": records(by_setting(frame, METRIC, axes)),
         "differences": [row for rows in compared for row in records(rows)],
+        "targets": target_records(tables, targets),
     }

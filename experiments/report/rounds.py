@@ -215,7 +215,7 @@ def _communication_rows(
         of_kind = stages[stages["kind"] == kind]
         tiers = list(dict.fromkeys(of_kind["tier"]))
         for tier in tiers:
-            stage = _stage_label(setting.run_ids[0], kind, tier, labels)
+            stage = stage_label(setting.run_ids[0], kind, tier, labels)
             yield (setting.name, stage, *_work(of_kind[of_kind["tier"] == tier]))
         if len(tiers) > 1:
             yield (setting.name, f"{stage_name(kind)}, {every}", *_work(kinds[kinds["kind"] == kind]))
@@ -243,7 +243,7 @@ def dry_block(tables: Tables, run_id: str, labels: Labels) -> Block:
     stages = communication(only(tables, [run_id]))
     counted = WORK[:-1]
     rows = [
-        (_stage_label(run_id, row["kind"], row["tier"], labels), *(write(row[column]) for column, write in counted))
+        (stage_label(run_id, row["kind"], row["tier"], labels), *(write(row[column]) for column, write in counted))
         for row in stages.to_dict(orient="records")
     ]
     if len(rows) > 1:
@@ -252,7 +252,7 @@ def dry_block(tables: Tables, run_id: str, labels: Labels) -> Block:
     return Block(f"Dry run {run_id}", ("Counted over all clients; nothing was trained.",), heads, tuple(rows), labels=1)
 
 
-def _stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
+def stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
     """The readable name of a stage and its tier, or of the subnet that it trained alone."""
     return f"{stage_name(kind)} {labels.of(run_id, tier) if kind == ALONE else tier}".strip()
 

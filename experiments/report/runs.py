@@ -56,6 +56,7 @@ from fedloom.experiments.analysis.tables import (
     with_silo_clients,
     with_training,
 )
+from fedloom.experiments.analysis.targets import stop_targets, to_target
 from fedloom.experiments.analysis.tiers import PERPLEXITY, pareto, per_tier, text_run_ids, with_perplexity
 from fedloom.experiments.report.clients import (
     class_blocks,
@@ -76,6 +77,7 @@ from fedloom.experiments.report.rounds import (
 )
 from fedloom.experiments.report.silos import missing_of_silos, silo_blocks, silo_pictures
 from fedloom.experiments.report.subnets import cost_block, missing_of_subnets, subnet_block, subnet_pictures
+from fedloom.experiments.report.targets import RunsOf, Target, target_blocks
 from fedloom.experiments.report.tiers import (
     TierSummary,
     missing_of_tiers,
@@ -98,11 +100,14 @@ def load_chosen(results: Path, run_ids: Sequence[str] | None = None, tables: Ite
     return load(results, run_ids or [latest_run(results)], tables=tables)
 
 
-def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path | None = None) -> ReportFiles:
+def write_report(
+    results: Path, run_ids: Sequence[str] | None = None, out: Path | None = None, targets: Sequence[Target] = ()
+) -> ReportFiles:
     """Writes report.html, report.md, tables.tex and the plots of these runs (default: the latest run).
 
     Runs are given by ids, their beginnings, names or tags. The default of `out` is `results/reports/RUN`. Runs may be
-    active, failed or without some stages; the report names the missing parts.
+    active, failed or without some stages; the report names the missing parts. It has a table of what each of `targets`
+    takes, by default of those that the runs were to end at.
     Raises ValueError for an unknown run, a damaged file, or a folder that cannot be written.
     """
     tables = load_chosen(results, run_ids)
@@ -112,11 +117,11 @@ def write_report(results: Path, run_ids: Sequence[str] | None = None, out: Path 
     name = ids[0]
     if len(ids) > 1:
         name += f"-and-{len(ids) - 1}-more-{sha256(chr(10).join(sorted(ids)).encode()).hexdigest()[:8]}"
-    return write_content(report_content(tables), output_folder(results, out, f"reports/{name}"), ids)
+    return write_content(report_content(tables, targets), output_folder(results, out, f"reports/{name}"), ids)
 
 
-def report_content(tables: Tables) -> Content:
-    """The content of a report of these runs."""
+def report_content(tables: Tables, targets: Sequence[Target] = ()) -> Content:
+    """The content of a report of these runs; `targets` as in `write_report`."""
     bounds, labels, settings = upper_bounds(tables), labels_of(tables), settings_of(tables)
     outcomes_of = outcome_groups(tables, settings)
     run_ids = [p.run_id for p in tables.paths]
@@ -130,6 +135,7 @@ def report_content(tables: Tables) -> Content:
         *(subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)),
         *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
         *silo_blocks(tables, wide=True),
+        *target_blocks(with_training(tables), runs_of(settings), (setting_head(settings),), labels, targets),
         *fairness_blocks(tables, settings),
         *class_blocks(tables, settings),
         paragraph_block(tables, settings),
@@ -151,14 +157,27 @@ def report_content(tables: Tables) -> Content:
     )
 
 
+def runs_of(settings: Sequence[Setting]) -> RunsOf:
+    """The names of settings, and the ids of their runs."""
+    return [((setting.name,), setting.run_ids) for setting in settings]
+
+
 def outcome_groups(tables: Tables, settings: Sequence[Setting]) -> Groups:
     """The settings with the rows of what their runs end with."""
     frame = outcomes(with_training(tables))
     return [((setting.name,), setting.rows(frame)) for setting in settings]
 
 
-def summary_table(results: Path, run_ids: str | Sequence[str] | None = None, *, missing: bool = True) -> RenderableType:
+def summary_table(
+    results: Path,
+    run_ids: str | Sequence[str] | None = None,
+    *,
+    missing: bool = True,
+    targets: Sequence[Target] | None = None,
+) -> RenderableType:
     """The tables of these runs for the terminal, per setting, and what is missing; fast, without matplotlib.
+
+    What `targets` take is shown as well, as in `write_report`, unless they are None.
 
     Raises ValueError for an unknown run or a damaged table.
     """
@@ -172,6 +191,10 @@ def summary_table(results: Path, run_ids: str | Sequence[str] | None = None, *, 
         *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
         *silo_blocks(tables, wide=False),
     ]
+    if targets is not None:
+        settings = settings_of(tables)
+        heads = (setting_head(settings),)
+        blocks += target_blocks(with_training(tables), runs_of(settings), heads, labels, targets)
     shown = [rich_block(block, apart=ALL_TIERS) for block in blocks if block.rows]
     lines = missing_of(tables) if missing else ()
     return Group(*shown, *(Text(line, style="yellow") for line in lines))
@@ -198,6 +221,11 @@ def _facts(tables: Tables, paths: RunPaths, settings: Sequence[Setting]) -> RunF
     facts += [("GPUs", text("gpus"))] if "gpus" in row else []
     facts += [(n, f"{row[n]:%Y-%m-%d %H:%M:%S} UTC" if n in row else ABSENT) for n in ("started", "ended")]
     facts += [("error", str(row["error"]))] if "error" in row else []
+    ended = tables.rounds[(tables.rounds["run_id"] == paths.run_id) & tables.rounds["stopped"].notna()]
+    facts += [
+        ("ended early", f"{stage}, after round {round_ + 1}: {why}")
+        for stage, round_, why in ended[["stage", "round", "stopped"]].itertuples(index=False)
+    ]
     return RunFacts(paths.run_id, tuple(facts), json.dumps(configuration(tables, paths.run_id), indent=1))
 
 
@@ -274,7 +302,7 @@ def _value(value: Any) -> Any:
     return item if isinstance(item, bool | int | float | str) else str(item)
 
 
-def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str, Any]:
+def report_json(results: Path, run_ids: Sequence[str] | None = None, targets: Sequence[Target] = ()) -> dict[str, Any]:
     """The report's numbers as JSON values.
 
     Keys: metric, runs, missing; settings (runs, number of distinct seeds, and the configuration values that differ
@@ -283,7 +311,8 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
     also fairness_in_perplexity), per_class, paragraphs, communication, communication_by_kind and failures; for
     SuperFedNAS runs the rows of subnets, a subnet_summary per setting, and cost_comparison with the first k members
     trained alone; for cross-silo runs silos (per setting), the rows of silo_clients, personalisation (rows of p,
-    "matrix", and the gains) and phases. Raises ValueError for an unknown run and for a damaged table.
+    "matrix", and the gains) and phases; targets (of each of `targets`, as in `write_report`, the rows of to_target).
+    Raises ValueError for an unknown run and for a damaged table.
     """
     tables = load_chosen(results, run_ids)
     bounds = upper_bounds(tables)
@@ -319,7 +348,16 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None) -> dict[str
         "silo_clients": records(per_silo(tables)),
         "personalisation": {"matrix": records(matrix), "gains": records(personalisation_gains(matrix))},
         "phases": [asdict(phase) for phase in phases(tables)],
+        "targets": target_records(with_training(tables), targets),
     }
+
+
+def target_records(tables: Tables, targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """What each target takes, by default those that the runs were to end at: the rows of `to_target`."""
+    return [
+        {"metric": metric, "target": target, "rows": records(to_target(tables, target, metric))}
+        for metric, target in targets or stop_targets(tables)
+    ]
 
 
 def _setting(setting: Setting) -> dict[str, Any]:

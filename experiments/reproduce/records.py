@@ -219,7 +219,8 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 def _without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values that there are.
 
-    Privacy and adapters that are off are none, nor are nobody's attacks, nor is a newer switch at its default.
+    Privacy and adapters that are off are none, nor are nobody's attacks, nor an early end that nobody asked for, nor is
+    a newer switch at its default.
     """
     return {
         name: _without_defaults(value) if isinstance(value, Mapping) else value
@@ -227,6 +228,7 @@ def _without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None
         and not (name == "privacy" and value["clip"] is None and not value["secure"])
         and not (name == "attack" and not value["share"])
+        and not (name == "stop" and value["patience"] is None and value["target"] is None)
         and not (name == "lora" and value["ranks"] is None)
         and not (name in LATER and not value)
         and (name, value) not in LATER_WORDS

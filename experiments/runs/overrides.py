@@ -54,6 +54,8 @@ SYNONYMS = {
     "server": "aggregator, optim, optimiser, server_optimizer, server_rule",
     "server_bytes_per_s": "bandwidth, server_bandwidth",
     "space.name": "arch, architecture, backbone, model, net, network, search_space",
+    "stop.patience": "early_stop, early_stopping, early_stopping_patience, patience",
+    "stop.target": "target, target_acc, target_accuracy",
     "tiers.count": "num_tiers, tiers",
     "weight_decay": "l2, wd",
     "weighting": "aggregation, averaging",

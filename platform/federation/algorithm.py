@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ from fedloom.platform.federation.selection import (
     for_server,
     simulated_devices,
 )
+from fedloom.platform.federation.stopping import Judgement, latest_score
 from fedloom.platform.federation.training_config import (
     Rules,
     TrainingConfig,
@@ -64,6 +65,10 @@ CLIENT = "client-"
 """Prefix of the names of client states, followed by the client's id."""
 RECEIVED = "received-"
 """Prefix of the names of the tensors that clients have received in an earlier round, and still work from."""
+BEST = "best-"
+"""Prefix of the names of tensor groups, and of the JSON values, as they were at a stage's best evaluation."""
+JUDGEMENT = "judgement"
+"""The JSON value that holds what the current stage's evaluations say so far, if it may end early."""
 
 
 @dataclass(frozen=True)
@@ -193,11 +198,16 @@ class PostRoundWork:
     merge: Callable[[RunState, RoundResult], RoundUpdate]
 
 
+Judge = Callable[[RunState, Sequence[Evaluation]], tuple[RunState, str]]
+"""Given a round's last state and all that was measured: the state with its judgement, and why the stage ends, if so."""
+
+
 @dataclass(frozen=True)
 class RoundUpdate:
     """The state after a round (or at a stage's end), with what was measured, further rows, and models to be stored.
 
-    Of `work` and `evaluation` the former is done first, and what its `merge` returns is added to this update.
+    Of `work` and `evaluation` the former is done first, and what its `merge` returns is added to this update; `judge`
+    comes last.
     """
 
     state: RunState
@@ -206,6 +216,7 @@ class RoundUpdate:
     evaluation: PostRoundEvaluation | None = None
     evaluations: Sequence[Evaluation] = ()
     work: PostRoundWork | None = None
+    judge: Judge | None = None
 
 
 # -- federated training -----------------------------------------------------------------------------------------------
@@ -292,6 +303,8 @@ class TrainingStage:
         parameters: the names of the group's trained tensors; by default the space's parameters.
         tier: the tier whose model is trained, for rows of `evaluations`.
         data: JSON values added to the initial state.
+        settled: whether scores of a round's new state may end the stage: not while it searches, or in early phases.
+        final: makes of the state what the stage leaves behind.
     """
 
     world: World
@@ -311,6 +324,8 @@ class TrainingStage:
     parameters: frozenset[str] | None = None
     tier: str | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    settled: Callable[[RunState], bool] = lambda _state: True
+    final: Callable[[RunState], RunState] = lambda state: state
     trains = True
     counted = "rounds"
 
@@ -324,6 +339,8 @@ class TrainingStage:
         self.server_group, self.sent_group = f"server-{self.group}", f"sent-{self.group}"
         self.server = Server(self.rules, world.space.parameter_names if self.parameters is None else self.parameters)
         self.warnings = TrainingWarnings(world, name)
+        self.stop = world.config.stop
+        self.may_end_early = self.stop.is_set and config.evaluate_every > 0
         self.selection = Selection(
             *(world, name, self.population, self.rules.selection, config.clients_per_round, config.epochs)
         )
@@ -363,8 +380,8 @@ class TrainingStage:
         return self.with_sent(begun, 0)
 
     def rounds_left(self, state: RunState) -> int:
-        """The remaining rounds; 0 without weights or without an eligible client."""
-        possible = self.group in state.groups and len(self.population) > 0
+        """The remaining rounds; 0 without weights or without an eligible client, and where the scores end the stage."""
+        possible = self.group in state.groups and len(self.population) > 0 and not self._judgement(state).stopped
         return self.config.rounds - state.round if possible else 0
 
     def plan(self, state: RunState) -> Plan:
@@ -397,7 +414,9 @@ class TrainingStage:
         self.warnings.before_round(tasks, stack)
         planned = self.cohort_size if self.asynchronous is not None else len(cohort.client_ids)
         self.warnings.of_availability(self.selection, state.simulated_s, starts_s, planned)
-        of_server = [*self.beside(state), *(self.score(state) if self._is_due(index) else ())]
+        # Where a score may end the stage it is one of the round's new weights: only the initial ones are left for here.
+        scores_before = self._is_due(index) and not (self.may_end_early and index)
+        of_server = [*self.beside(state), *(self.score(state) if scores_before else ())]
         context = self.processing.context(index, state.weights(self.group), state.data)
         return Plan(
             [*assignments, *(for_server(self.name, index, task) for task in of_server)],
@@ -512,10 +531,11 @@ class TrainingStage:
         if plan.answers is not None:
             after = self._with_received(after, state, plan.answers)
         after = self.with_sent(self.after(after, plan, result), state.round + 1)
-        return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations_of(results, self.tier))
+        evaluations, judge = evaluations_of(results, self.tier), self._judged if self.may_end_early else None
+        return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations, judge=judge)
 
     def end(self, state: RunState) -> RoundUpdate:
-        """Removes everything of the stage but its weights, and returns the models to be stored.
+        """Removes everything of the stage but its weights, the best ones if so configured; returns models to be stored.
 
         Raises ValueError if no update has ever arrived and no stage has trained before: all weights are the initial
         ones. After others, whose results are worth having, it is a warning.
@@ -523,11 +543,14 @@ class TrainingStage:
         if self.group not in state.groups:
             return RoundUpdate(state)
         self.warnings.check_trained(state.stage, state.round, state.data)
+        if self.may_end_early and JUDGEMENT not in state.data:
+            logger.warning("%s: no score on validation data was there for stop.* to judge it by", self.name)
+        state = self.final(self._with_best(state))
         weights = state.weights(self.group)
         # A local rule's client state belongs to these weights, and the next stage may train others.
         older = self._older(state)
         ended = state.without_groups(self.server_group, self.sent_group, *older).without_client_tensors(STATE)
-        ended = ended.without_data(HISTORY, MEMORY, UNANSWERED, AT_WORK, BEGUN)
+        ended = ended.without_data(HISTORY, MEMORY, UNANSWERED, JUDGEMENT, AT_WORK, BEGUN)
         shared = self.server.shared(weights)
         if shared:
             ended = ended.with_group(self.group, {name: t for name, t in weights.items() if name not in shared})
@@ -563,13 +586,48 @@ class TrainingStage:
         ).tasks
 
     def _last_scores(self, after: RunState) -> PostRoundEvaluation | None:
-        """Scores the new weights after the last round, because no later round does."""
-        rounds = after.round + 1
-        tasks = self.score(after) if self.config.evaluate_every and rounds == self.config.rounds else ()
+        """Scores the new weights after the last round, because no later round does, or if they may end the stage."""
+        rounds, every = after.round + 1, self.config.evaluate_every
+        due = every > 0 and (rounds == self.config.rounds or (self.may_end_early and rounds % every == 0))
+        tasks = self.score(after) if due else ()
         if not tasks:
             return None
         plan = Plan([for_server(self.name, after.round, task) for task in tasks], self.group)
         return PostRoundEvaluation(plan, lambda result: evaluations_of(result.client_results, self.tier, rounds))
+
+    # -- an early end ------------------------------------------------------------------------------------------------
+
+    def _judgement(self, state: RunState) -> Judgement:
+        return Judgement(**state.data[JUDGEMENT]) if JUDGEMENT in state.data else Judgement()
+
+    def _judged(self, state: RunState, evaluations: Sequence[Evaluation]) -> tuple[RunState, str]:
+        """The state with the judgement after a round's evaluations, and a copy of it if they are the best so far."""
+        score = latest_score(evaluations, state.round, self.stop.metric)
+        if score is None or score.rounds != state.round + 1 or not self.settled(state):
+            return state, ""
+        judgement = self._judgement(state).after(score, self.stop)
+        if self.stop.weights == "best" and judgement.rounds == score.rounds:
+            best = {f"{BEST}{name}": state.groups[name] for name in self._trained_groups(state)}
+            data = {f"{BEST}{name}": state.data[name] for name in self.data}
+            state = replace(state, groups={**state.groups, **best}, data={**state.data, **data})
+        return state.with_data(JUDGEMENT, asdict(judgement)), judgement.stopped
+
+    def _with_best(self, state: RunState) -> RunState:
+        """The state with weights, clients' states and JSON values as at the best evaluation, if they were copied."""
+        best = {name.removeprefix(BEST): group for name, group in state.groups.items() if name.startswith(BEST)}
+        data = {name.removeprefix(BEST): value for name, value in state.data.items() if name.startswith(BEST)}
+        if not best:
+            return state
+        later = [name for name in self._trained_groups(state) if name not in best]
+        state = state.without_groups(*later, *(f"{BEST}{name}" for name in best))
+        state = state.without_data(*(f"{BEST}{name}" for name in data))
+        for name, group in best.items():
+            state = state.with_group(name, group.tensors)
+        return replace(state, data={**state.data, **data})
+
+    def _trained_groups(self, state: RunState) -> list[str]:
+        """The names of the stage's weights and of the clients' states."""
+        return [name for name in state.groups if name == self.group or name.startswith(CLIENT)]
 
     # -- the time left ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.stopping import StopConfig
 from fedloom.platform.results.paths import Names
 from fedloom.platform.settings import (
     BELOW_ONE,
@@ -292,6 +293,7 @@ class RunConfig:
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     attack: AttackConfig = field(default_factory=AttackConfig)
     method: Any = None
+    stop: StopConfig = field(default_factory=StopConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -60,7 +60,7 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
             "runs without a device table, which has these columns",
         ),
         _Needs("ray.detached", "executor.kind", "ray".__eq__, "ray"),
-        _Needs("ray.detached", "dry_run", _is_missing, "runs that train"),
+        _Needs("ray.detached stop.patience stop.target", "dry_run", _is_missing, "runs that train"),
     ),
     DevicesConfig: (
         _Needs("availability_period_s", "availability_table", _is_given, "devices that are not always online"),
@@ -108,6 +108,8 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
                 f"executor.sum_chunks={config.executor.sum_chunks} has no effect with method.train.aggregator="
                 f"{shown(aggregator)}: it is for means"
             )
+    if isinstance(config, RunConfig):
+        yield from _unstopped(config)
     if isinstance(config, TrainingConfig) and config.optimizer_state == "kept" and _is_stateless(config):
         yield f"{key}optimizer_state=kept has no effect with {key}momentum=0.0: SGD without momentum has no state"
     if isinstance(config, TrainingConfig) and config.selection == "power_of_choice":
@@ -115,6 +117,24 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
     for field in fields(config):
         if is_dataclass(getattr(config, field.name)):
             yield from keys_without_effect(getattr(config, field.name), f"{key}{field.name}.")
+
+
+def _unstopped(config: RunConfig) -> Iterator[str]:
+    """Lines for keys of an early end without one, and for training stages that are not scored beside others."""
+    stop = config.stop
+    if not stop.is_set:
+        for name in ("metric", "weights"):
+            if getattr(stop, name) != _default(stop, name):
+                yield (
+                    f"stop.{name}={getattr(stop, name)} has no effect with stop.patience=null and stop.target=null: it "
+                    "is for stages that may end early"
+                )
+        return
+    method = config.method
+    stages = {f.name: getattr(method, f.name) for f in fields(method) if is_dataclass(method)} if method else {}
+    for name, stage in stages.items():
+        if isinstance(stage, TrainingConfig) and stage.rounds and not stage.evaluate_every:
+            yield f"stop.* has no effect on method.{name} with method.{name}.evaluate_every=0: it is for scored stages"
 
 
 def _default(config: Any, name: str) -> Any:

@@ -30,6 +30,7 @@ from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig
 from fedloom.platform.federation.forecast import Forecast, Left
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Record, Recorder
+from fedloom.platform.federation.stopping import latest_score
 from fedloom.platform.plugins import NOT_CAUGHT, an, in_one_line, place_in_own
 from fedloom.platform.results.status import StatusFile
 from fedloom.tiers.devices import VirtualClock
@@ -75,6 +76,8 @@ class RoundProgress:
     networks on their training batches while they train, which says little about the averaged model.
     `validated` is None unless the stage was scored on validation data. `left_s` estimates the seconds that the run will
     still take, `stage_left_s` those of the stage; None if that is not known. `counted` is what the stage's rounds are.
+    `stopped` says why the stage ends before its last round, if it does; `may_end_early` whether this stage or a later
+    one may yet, so that the time left is at most what is estimated.
     """
 
     stage: str
@@ -92,6 +95,8 @@ class RoundProgress:
     left_s: float | None = None
     stage_left_s: float | None = None
     counted: str = "rounds"
+    stopped: str | None = None
+    may_end_early: bool = False
 
 
 class Loop:
@@ -179,6 +184,11 @@ class Loop:
             merged = self._worked(stage, merged, merged.work)
         if merged.evaluation is not None:
             merged = self._evaluated(stage, merged, merged.evaluation)
+        stopped = ""
+        if merged.judge is not None:
+            with stage_work(stage.name, state.round):
+                judged, stopped = merged.judge(merged.state, merged.evaluations)
+            merged = replace(merged, state=judged)
         with stage_work(stage.name, state.round):
             times_s = [r.simulated_s for r in clients]
             # A final evaluation waits for all clients: its assignments have no deadline.
@@ -191,6 +201,7 @@ class Loop:
                 clock = VirtualClock(plan.answers.now_s)
                 simulated_s = clock.now_s - state.simulated_s
         row = round_row(stage.name, state.round, clients, plan, time.perf_counter() - started, simulated_s)
+        row["stopped"] = stopped or None
         after = replace(merged.state, round=state.round + 1, simulated_s=clock.now_s)
         stop = self.should_stop()
         save = stop or after.round % self.checkpoint.every == 0
@@ -224,7 +235,8 @@ class Loop:
     ) -> RoundProgress:
         with stage_work(row["stage"], row["round"]):
             self._forecast.finished(after, row["wall_s"])
-            to_come = self._forecast.left(left - 1)
+            to_come = self._forecast.left(0 if row["stopped"] else left - 1)
+        to_end = self.stages[after.stage + (left == 1 or row["stopped"] is not None) :]
         if not self._forecast.is_known and to_come.run_s != 0:
             to_come = Left(None, None)
         return RoundProgress(
@@ -236,6 +248,7 @@ class Loop:
             stage_left_s=to_come.stage_s,
             # A user's stage need not derive from Stage.
             counted=getattr(self.stages[after.stage], "counted", "rounds"),
+            may_end_early=any(getattr(s, "may_end_early", False) for s in to_end),
         )
 
     def _worked(self, stage: Stage, merged: RoundUpdate, work: PostRoundWork) -> RoundUpdate:
@@ -249,6 +262,7 @@ class Loop:
             models=[*merged.models, *more.models],
             evaluation=more.evaluation or merged.evaluation,
             evaluations=[*merged.evaluations, *more.evaluations],
+            judge=merged.judge,
         )
 
     def _evaluated(self, stage: Stage, merged: RoundUpdate, evaluation: PostRoundEvaluation) -> RoundUpdate:
@@ -445,16 +459,10 @@ def split_of(clients: Sequence[ClientResult]) -> str:
 
 def validated(evaluations: Sequence[Evaluation], round_: int, *, trained: bool = True) -> Validated | None:
     """The mean of the latest accuracies on validation data: the server's if any, otherwise the clients'."""
-    # The server scores the weights before the round's training, clients score their own models after it.
-    scores = [
-        (round_ + (e.client_id is not None) if e.round is None else e.round, e)
-        for e in evaluations
-        if e.split == "validation" and e.metric == "accuracy"
-    ]
-    latest = max((rounds for rounds, _ in scores), default=0)
-    known = [e for rounds, e in scores if rounds == latest and not math.isnan(e.value)]
-    values = [e.value for e in known if e.client_id is None] or [e.value for e in known]
-    return Validated(sum(values) / len(values), latest if trained else None) if values else None
+    score = latest_score(evaluations, round_, "accuracy")
+    if score is None or math.isnan(score.value):
+        return None
+    return Validated(score.value, score.rounds if trained else None)
 
 
 def merge_chunks(

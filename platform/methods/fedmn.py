@@ -287,6 +287,7 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
         parameters=space.parameter_names | router,
         test=lambda _state: task,
         ready=adapted,
+        settled=adapted,
     )
     return training.and_evaluation()
 

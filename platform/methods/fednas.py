@@ -109,6 +109,9 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         architecture = chosen(space, alphas, remaining_of(state), search.max_macs)
         return restricted_to_remaining(state.with_data(KEPT, subspace_id(architecture)), space)
 
+    def decided(state: RunState) -> bool:
+        return ALPHAS not in state.weights(SUPERNET)
+
     training = SiloTraining(
         *(world, train, rules),
         name=config.name,
@@ -118,7 +121,8 @@ def stages(config: FedNasConfig, world: World) -> list[Stage]:
         parameters=world.space.parameter_names | {ALPHAS},
         data={KEPT: subspace_id(space.largest_subspace)},
         test=lambda state: ScoreShared(MixedNetwork(remaining_of(state))),
-        ready=lambda state: ALPHAS not in state.weights(SUPERNET),
+        ready=decided,
+        settled=decided,
     )
     return training.and_evaluation()
 

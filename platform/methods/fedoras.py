@@ -48,6 +48,7 @@ from fedloom.platform.federation.algorithm import (
 )
 from fedloom.platform.federation.method import Method, SharedTraining, Stage
 from fedloom.platform.federation.selection import for_server
+from fedloom.platform.federation.stopping import check_scored
 from fedloom.platform.federation.training_config import EPOCHS, TrainingConfig, check_training, cohort_size, rules_of
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, group_name, tier_job
@@ -235,6 +236,9 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         train_budget = world.training_budget(client_id, round_.stage, round_.index)
         subspace = sample_subspace(sizes_by_tier[tier], limit, rng, world.costs_by_tier[tier], train_budget)
         return Train(Paths(subspace, train_budget, config.paths), round_.local, rules.weighting)
+
+    if config.evaluate_every:
+        check_scored(world.config.stop, "method.train.evaluate_paths=0", names_some=config.evaluate_paths > 0)
 
     def score(state: RunState) -> list[ScoreSubnets]:
         rng = stream(world.config.seed_for("search"), "evaluate_paths")

@@ -20,13 +20,14 @@ from fedloom.platform.clients.trainer import client_samples, train_network, trai
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.trees import rows_of
-from fedloom.platform.federation.algorithm import Round, fresh_supernet, to_all
+from fedloom.platform.federation.algorithm import Round, RunState, fresh_supernet, to_all
 from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.training_config import Rules
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_search import (
     ArchitectureSearchConfig,
     Perturbation,
+    all_decided,
     participation,
     perturbation_of,
     searched_space,
@@ -172,17 +173,23 @@ def stages(config: FedPnasConfig, world: World) -> list[Stage]:
             f"method.train.local_rule={train.local_rule}: base and own part are trained as one network, by sgd alone"
         )
     base_cells, share = checked_base(config, with_cells(world.space, config.name)), participation(world, train)
-    searched_space(world, search, train.rounds, config.name, share=share, kind="perturbation", base_cells=base_cells)
+    space = searched_space(
+        world, search, train.rounds, config.name, share=share, kind="perturbation", base_cells=base_cells
+    )
 
     def client(round_: Round) -> TrainSplit:
         step = perturbation_of(search, round_.index, train.batch_size)
         return TrainSplit(round_.local, step, base_cells, rules, round_.scored, train.use_validation)
+
+    def decided(state: RunState) -> bool:
+        return all_decided(state, world, space, perturbation_of(search, state.round, train.batch_size))
 
     training = SiloTraining(
         *(world, train, rules),
         name=config.name,
         initial=fresh_supernet(world),
         tasks=to_all(client),
+        settled=decided,
         test=lambda _state: ScoreSplit(base_cells),
     )
     return training.and_evaluation()

@@ -16,6 +16,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silo_search import (
     ArchitectureSearchConfig,
     Perturbation,
+    is_settled,
     perturbation_of,
     remaining_of,
     restricted_to_remaining,
@@ -69,6 +70,9 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         decided = [r.subspace for r in result.client_results if r.client_id is None and r.subspace is not None]
         return restricted_to_remaining(state.with_data(KEPT, decided[0]), space) if decided else state
 
+    def decided(state: RunState) -> bool:
+        return is_settled(space, remaining_of(state), prune_edges=search.prune_edges)
+
     training = SiloTraining(
         *(world, train, rules),
         name=config.name,
@@ -77,6 +81,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         beside=decide,
         after=take_over,
         data={KEPT: subspace_id(space.largest_subspace)},
+        settled=decided,
         test=lambda state: ScoreShared(MixedNetwork(remaining_of(state))),
     )
     return training.and_evaluation()

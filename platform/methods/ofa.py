@@ -30,6 +30,7 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import batch_sizes
 from fedloom.platform.federation.algorithm import SUPERNET, TrainingStage, fresh_supernet, to_all
 from fedloom.platform.federation.method import Method, SharedTraining
+from fedloom.platform.federation.stopping import check_scored
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.evaluation import EvaluationConfig, kept_model
 from fedloom.platform.methods.superfednas import Shrinking, family_of, searched
@@ -205,10 +206,10 @@ def supernet_stage(world: World, config: OFATrainingConfig) -> TrainingStage:
         return (TrainTaught if config.teaching else Train)(subnets, round_.local, rules.weighting)
 
     def after(state: RunState, _plan: Plan, _result: RoundResult) -> RunState:
-        """Makes the full network the teacher, sorts channels before widths open, and removes the teacher at the end."""
+        """Makes the full network the teacher, and sorts channels before widths open."""
         weights, following = state.weights(SUPERNET), state.round + 1
         if following == config.rounds:
-            return state.with_group(SUPERNET, {n: t for n, t in weights.items() if not n.startswith(TEACHER)})
+            return state
         before, then = (opened_in(config, space, index) for index in (state.round, following))
         if config.teaching and before == Opened() != then:
             weights = {**weights, **{f"{TEACHER}{n}": t for n, t in weights.items() if n in names}}
@@ -216,8 +217,17 @@ def supernet_stage(world: World, config: OFATrainingConfig) -> TrainingStage:
             weights = space.with_sorted_channels(weights)
         return state.with_group(SUPERNET, weights)
 
+    def without_teacher(state: RunState) -> RunState:
+        weights = state.weights(SUPERNET)
+        return state.with_group(SUPERNET, {n: t for n, t in weights.items() if not n.startswith(TEACHER)})
+
+    def all_open(state: RunState) -> bool:
+        return opened_in(config, space, state.round) == opened_in(config, space, config.rounds - 1)
+
     names = space.slices(space.largest)
     evaluated = [Subnet(world.architecture(text, "method.train.evaluate")) for text in config.evaluate]
+    if config.evaluate_every:
+        check_scored(world.config.stop, "method.train.evaluate", names_some=bool(evaluated))
     if evaluated and config.evaluate_every:
         check_statistics(world)
     return TrainingStage(
@@ -227,6 +237,8 @@ def supernet_stage(world: World, config: OFATrainingConfig) -> TrainingStage:
         tasks=to_all(task),
         score=lambda _state: [ScoreSubnet(subnet, SUPERNET, "validation") for subnet in evaluated],
         after=after,
+        settled=all_open,
+        final=without_teacher,
         # Any subnet can later be sliced from the stored supernet, without training.
         keep=lambda state: [kept_model(world, SUPERNET, space.largest, tensors=state.weights(SUPERNET))],
     )

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from fedloom.platform.federation.algorithm import TrainingStage
 from fedloom.platform.federation.method import Kind, Method, Own, SharedTraining, Stage
+from fedloom.platform.federation.stopping import check_stop
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_import_path, resolve
 from fedloom.platform.results.tables import TABLES
@@ -125,6 +126,9 @@ def build_stages(world: World) -> list[Stage]:
         with blaming("method", config.name, spare=ValueError):
             stages = method.stages(config, world)
         stages = _checked_stages(stages, f"method {config.name!r}")
+    of_rounds = [stage for stage in stages if isinstance(stage, TrainingStage)]
+    keys, is_scored = dict.fromkeys(s.rules.key for s in of_rounds), any(s.may_end_early for s in of_rounds)
+    check_stop(world.config.stop, world.config.objective.name, [*keys], is_scored=is_scored)
     trained = [stage for stage in stages if getattr(stage, "trains", False)]
     if world.attackers and (method.kind == "silos" or not all(isinstance(s, TrainingStage) for s in trained)):
         raise ValueError(

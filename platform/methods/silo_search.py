@@ -33,6 +33,7 @@ from fedloom.platform.methods.silos import (
     check_validation,
     endless_batches,
     own_network,
+    unpacked,
     validation_use,
 )
 from fedloom.platform.seeding import stream, torch_stream
@@ -547,6 +548,12 @@ def searcher_of(config: ArchitectureSearchConfig, round_: int, batch_size: int) 
     if config.kind == "milenas":
         return Milenas(round_ >= config.rounds, config.lr, config.validation_weight, config.max_macs)
     return perturbation_of(config, round_, batch_size)
+
+
+def all_decided(state: RunState, world: World, space: HasCells, searcher: Searcher) -> bool:
+    """Whether the search of every silo has ended."""
+    silos = [state.client_state(client_id) for client_id in range(world.num_clients)]
+    return all(silo is not None and searcher.is_over(space, unpacked(silo).remaining) for silo in silos)
 
 
 def perturbation_of(config: ArchitectureSearchConfig, round_: int, batch_size: int) -> Perturbation:

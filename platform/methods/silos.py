@@ -411,6 +411,14 @@ class SiloTraining(TrainingStage):
     test: Callable[[RunState], Task]
     ready: Callable[[RunState], bool] = lambda _state: True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.may_end_early and self.config.use_validation:
+            raise ValueError(
+                f"{self.rules.key}.use_validation=true: the silos train on their validation data, so that no score on "
+                "them can end the stage (stop.*); set it to false"
+            )
+
     def and_evaluation(self) -> list[Stage]:
         """This stage, and the evaluation of every silo's model."""
         return [self, ClientEvaluation(self.world, self.test)]

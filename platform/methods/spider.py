@@ -44,6 +44,7 @@ from fedloom.platform.methods.evaluation import ClientEvaluation, as_measured
 from fedloom.platform.methods.silo_search import (
     ArchitectureSearchConfig,
     Searcher,
+    all_decided,
     by_magnitude,
     participation,
     searched_space,
@@ -381,11 +382,15 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
             train.own_start,
         )
 
+    def decided(state: RunState) -> bool:
+        return all_decided(state, world, space, searcher_of(config.search, state.round, train.batch_size))
+
     training = SiloTraining(
         *(world, train, rules),
         name=config.name,
         initial=fresh_supernet(world),
         tasks=to_all(client),
+        settled=decided,
         test=lambda _state: ScoreOwn(),
     )
     sequence = training.and_evaluation()

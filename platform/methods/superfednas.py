@@ -37,6 +37,7 @@ from fedloom.platform.federation.algorithm import (
     to_all,
 )
 from fedloom.platform.federation.method import Method, SharedTraining, Stage
+from fedloom.platform.federation.stopping import check_scored
 from fedloom.platform.federation.training_config import (
     EPOCHS,
     TrainingConfig,
@@ -288,8 +289,12 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         ]
         return RoundTasks(tasks, shares.schedules)
 
+    def is_widest(index: int) -> bool:
+        """Whether all subnets of a round have the full width, where the supernet travels."""
+        return index < config.shrinking.depth_share * config.rounds
+
     def whole(round_: Round) -> Train:
-        widest = round_.index < config.shrinking.depth_share * config.rounds
+        widest = is_widest(round_.index)
         shrinking = config.shrinking
         sandwich, distillation = bool(shrinking.sandwich), shrinking.distillation or 0.0
         network = Shrinking(shrinking.subnets_per_batch, widest, sandwich, distillation)
@@ -304,6 +309,8 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         return state.with_data(SERVED, count_served(state.data[SERVED], subnets, space))
 
     evaluated = [Subnet(world.architecture(text, "method.train.evaluate")) for text in config.evaluate]
+    if config.evaluate_every:
+        check_scored(world.config.stop, "method.train.evaluate", names_some=bool(evaluated))
     if evaluated and config.evaluate_every:
         check_statistics(world)
     return TrainingStage(
@@ -313,6 +320,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         tasks=give if slices else to_all(whole),
         score=lambda _state: [ScoreSubnet(subnet, SUPERNET, "validation") for subnet in evaluated],
         after=after,
+        settled=lambda state: slices or not is_widest(state.round),
         # Any subnet can later be sliced from the stored supernet, without training.
         keep=lambda state: [kept_model(world, SUPERNET, space.largest, tensors=state.weights(SUPERNET))],
         data={SERVED: {}},

@@ -144,6 +144,7 @@ COLUMNS: Mapping[str, Mapping[str, Column]] = {
         "epsilon": Column(
             "float", "of differential privacy after this round, at the configured delta; null without noise"
         ),
+        "stopped": Column("str", "why the scores ended the stage after this round (stop.*); null if they did not"),
     },
     "clients": {
         "stage": Column("str", _STAGE),

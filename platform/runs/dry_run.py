@@ -68,7 +68,7 @@ class DryStage(Stage):
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """The stage's merge without an evaluation."""
-        return replace(self.stage.merge(state, plan, result), evaluation=None)
+        return replace(self.stage.merge(state, plan, result), evaluation=None, judge=None)
 
     def end(self, state: RunState) -> RoundUpdate:
         """The final state, without models."""

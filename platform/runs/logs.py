@@ -47,10 +47,13 @@ def round_line(p: "RoundProgress") -> str:
     if p.bytes_down:
         parts.append(f"down {as_bytes(p.bytes_down)} up {as_bytes(p.bytes_up)}")
     parts.append(f"{p.wall_s:.2f} s")
+    left = "left at most" if p.may_end_early else "left"
     if p.left_s is None and p.stage_left_s:
-        parts.append(f"left {as_time(p.stage_left_s)} in this stage")
+        parts.append(f"{left} {as_time(p.stage_left_s)} in this stage")
     elif p.left_s is not None and p.left_s > 0:
-        parts.append(f"left {as_time(p.left_s)}")
+        parts.append(f"{left} {as_time(p.left_s)}")
+    if p.stopped:
+        parts.append(f"the stage ends: {p.stopped}")
     return "  ".join(parts)
 
 

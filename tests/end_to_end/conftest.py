@@ -246,6 +246,14 @@ TINY_RUNS = {
     "personal_layers": ["experiment=fedrep_digits", *TINY_PERSONAL, "method.train.personal_epochs=1"],
     "apfl": ["experiment=apfl_digits", *TINY_PERSONAL],
     "fedproto": ["experiment=fedproto_digits", *TINY_PERSONAL],
+    "stopped": [
+        *("experiment=apfl_digits", *TINY_PERSONAL, "method.train.use_validation=false", "method.train.rounds=6"),
+        *("method.train.evaluate_every=1", "stop.patience=1"),
+    ],
+    "stopped_tiers": [
+        *(*TINY, "method.train.rounds=6", "method.train.evaluate_every=1", "method.finetune.evaluate_every=1"),
+        *("method.finetune.rounds=4", "method.rand_init.evaluate_every=1", "stop.metric=loss", "stop.patience=1"),
+    ],
     "fedoras": TINY,
     "superfednas": TINY_ELASTIC,
     "multi_stage": [
@@ -269,7 +277,7 @@ def empty_tables(family: str) -> tuple[str, ...]:
         return ("candidates", "models")
     if family in COMPARED:
         return () if family == "private" else ("candidates",)
-    return () if family in ("fedoras", "superfednas", "multi_stage") else ("candidates", "models")
+    return () if family in ("fedoras", "superfednas", "multi_stage", "stopped_tiers") else ("candidates", "models")
 
 
 @pytest.fixture

@@ -107,9 +107,11 @@ COMPARED = (
     *("hetlora", "flexlora", "flora"),
     *("splitmix", "feddf", "pfedme", "fedmask", "ofa", "transformers", "secure", "private"),
     *("robust", "compressed", "personal_layers", "apfl", "fedproto", "fedbuff", "fedasync", "over_selected"),
+    *("stopped", "stopped_tiers"),
 )
-QUICK = ("scaffold", "private", "fedbuff", "fedasync", "feddf")
-"""Those with the most state and arithmetic, and with work of the server; of the others a round would show the same."""
+QUICK = ("scaffold", "private", "fedbuff", "fedasync", "feddf", "stopped")
+"""Those with the most state and arithmetic, with work of the server, with an early end; of the others a round would
+show the same."""
 
 
 @pytest.mark.parametrize(

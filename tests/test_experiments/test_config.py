@@ -301,7 +301,7 @@ PUBLIC = {
     "RayConfig": "address num_cpus num_gpus object_store_memory_bytes dashboard wait_s detached",
     "RunConfig": (
         "experiment name tags seed results dry_run reuse_supernet tensorboard data objective space tiers devices "
-        "attack method executor ray checkpoint seeds"
+        "attack method stop executor ray checkpoint seeds"
     ),
     "ScaleFLConfig": "name distillation temperature distil_after train",
     "SearchConfig": (
@@ -322,6 +322,7 @@ PUBLIC = {
     "SpiderConfig": "name train search gains",
     "SpiderTrainingConfig": "pull keep_momentum own_start",
     "SplitMixConfig": "name train",
+    "StopConfig": "metric patience target weights",
     "SubnetConfig": "name architecture train",
     "SuperFedNASConfig": "name family separately train search evaluation",
     "SupernetConfig": "rounds epochs batch_size min_contributors weighting paths evaluate_paths communication",

@@ -124,7 +124,7 @@ def _run_stages(world: World, stages: Sequence[Stage], state: RunState) -> tuple
     return memory, loop.run(state)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_stages() -> Callable[[World, Sequence[Stage], RunState], tuple[Memory, RunState]]:
     """Runs stages from a state; gives what would have been written, in memory, and the last state."""
     return _run_stages

@@ -251,8 +251,7 @@ def test_two_rounds_are_those_of_a_reference_in_float64(ofa_config: Make, begun:
             if "tracked" not in name:
                 torch.testing.assert_close(ours[name].double(), tensor, rtol=1e-4, atol=1e-6, msg=name)
         weights = mean
-    stepper.step()
-    assert not any(name.startswith(TEACHER) for name in stepper.state.weights("supernet"))
+    assert not any(name.startswith(TEACHER) for name in stepper.finish().state.weights("supernet"))
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,145 @@
+"""What it takes to reach a target: rounds, megabytes and simulated hours until scores on validation data reach it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from fedloom.experiments.analysis.rounds import convergence, is_own, megabytes, simulated_hours
+from fedloom.experiments.analysis.settings import SEEDS, estimate_by_seed, seeds_of, settings_of
+from fedloom.experiments.analysis.tables import (
+    EVALUATION,
+    METRIC,
+    RUN_KEY,
+    SEARCH,
+    Tables,
+    by_stage,
+    configuration,
+    real_rounds,
+    requires,
+)
+from fedloom.platform.federation.stopping import reaches
+
+TARGET_METRICS = (METRIC, "loss")
+
+COSTS = ("rounds", "megabytes", "simulated_h")
+"""What a target takes, in `first_reached` and `to_target`."""
+
+_STAGE = ["run_id", "stage"]
+
+
+def first_reached(tables: Tables, target: float, metric: str = METRIC) -> pd.DataFrame:
+    """One row per run and training stage with scores on validation data: whether one reached the target, and the first.
+
+    Columns: experiment, run_id, seeds (all of them as JSON), stage, kind, tier, evaluations (their number), best (of
+    them), reached (whether one is as large an accuracy, a share, or as small a loss); and for the first that is: rounds
+    (of the stage), megabytes (received and sent by all clients) and simulated_h, both since the run began: the method's
+    earlier stages count, but not the stages of the same kind for other tiers. They are null where the target was not
+    reached. A score is the mean of the server's, or without those of the clients', as for `stop.*`; nothing is
+    interpolated. Raises ValueError for another metric than accuracy and loss.
+    """
+    if metric not in TARGET_METRICS:
+        raise ValueError(f"there is no target of {metric!r}: there are {', '.join(TARGET_METRICS)}")
+    scores = _scores(tables, metric)
+    scores = scores.assign(reached=[reaches(metric, value, target) for value in scores["score"]])
+    stages = scores.groupby([*RUN_KEY, "stage", "kind", "tier"], sort=False)
+    best = "min" if metric == "loss" else "max"
+    frame = stages.agg(evaluations=("score", "count"), best=("score", best), reached=("reached", "any")).reset_index()
+    first = scores[scores["reached"]].sort_values("rounds_done").drop_duplicates(_STAGE)
+    first = first.rename(columns={"rounds_done": "rounds"})
+    costs = megabytes(tables).merge(simulated_hours(tables), on=[*_STAGE, "rounds_done"])
+    costs = costs.rename(columns={"rounds_done": "rounds"}).merge(_before(tables), on=_STAGE)
+    for name in COSTS[1:]:
+        costs[name] += costs[f"{name}_before"]
+    first = first[[*_STAGE, "rounds"]].merge(costs[[*_STAGE, *COSTS]], on=[*_STAGE, "rounds"], how="left")
+    frame = frame.merge(first, on=_STAGE, how="left").astype(dict.fromkeys(["best", *COSTS], "float64"))
+    seeds = pd.Series([seeds_of(tables, str(run_id)) for run_id in frame["run_id"]], frame.index, dtype=object)
+    columns = [*RUN_KEY, SEEDS, "stage", "kind", "tier", "evaluations", "best", "reached", *COSTS]
+    return frame.assign(seeds=seeds)[columns]
+
+
+def to_target(tables: Tables, target: float, metric: str = METRIC) -> pd.DataFrame:
+    """One row per setting and training stage: how many of its runs reach the target, and what those need for it.
+
+    Columns: setting, experiment, kind, tier, runs (with such a stage), reached (how many of them reach it), best_mean;
+    and for each of rounds, megabytes and simulated_h (see `first_reached`) NAME_n (seeds that reach it), NAME_mean,
+    NAME_half_width (95 %, Student's t; null below three seeds) and NAME_values (a list, by seed). Runs that never reach
+    it are in no mean, so that the means of a setting of which some do not are too small for it.
+    """
+    frame, rows = first_reached(tables, target, metric), []
+    for setting in settings_of(tables):
+        of_setting = frame[frame["run_id"].isin(setting.run_ids)]
+        for (kind, tier), group in of_setting.groupby(["kind", "tier"], sort=False):
+            names = {"setting": setting.name, "experiment": setting.experiment, "kind": kind, "tier": tier}
+            rows.append({**names, **_over_seeds(group)})
+    numbers = [f"{name}_{what}" for name in COSTS for what in ("n", "mean", "half_width", "values")]
+    columns = ["setting", "experiment", "kind", "tier", "runs", "reached", "best_mean", *numbers]
+    kinds = {f"{name}_{what}": "float64" for name in COSTS for what in ("mean", "half_width")}
+    return pd.DataFrame(rows, columns=columns).astype(kinds)
+
+
+def stop_targets(tables: Tables) -> list[tuple[str, float]]:
+    """The targets at which the runs were to end (stop.metric, stop.target), each once."""
+    stops: list[Mapping[str, Any]] = [configuration(tables, path.run_id).get("stop", {}) for path in tables.paths]
+    known = [(str(stop["metric"]), float(stop["target"])) for stop in stops if stop.get("target") is not None]
+    return list(dict.fromkeys(known))
+
+
+def _over_seeds(rows: pd.DataFrame) -> dict[str, Any]:
+    best = estimate_by_seed(rows["best"], rows[SEEDS])
+    values: dict[str, Any] = {"runs": len(rows), "reached": int(rows["reached"].sum())}
+    values["best_mean"] = best.mean if best else None
+    for name in COSTS:
+        known = estimate_by_seed(rows[name], rows[SEEDS])
+        values[f"{name}_n"] = known.runs if known else 0
+        values[f"{name}_mean"] = known.mean if known else None
+        values[f"{name}_half_width"] = known.half_width if known else None
+        values[f"{name}_values"] = list(known.values) if known else []
+    return values
+
+
+def _scores(tables: Tables, metric: str) -> pd.DataFrame:
+    """The mean scores of every training stage on validation data: the server's, or without those the clients'.
+
+    Columns: experiment, run_id, stage, kind, tier, rounds_done, score.
+    """
+    requires(tables, "rounds", "evaluations")
+    curves = convergence(tables)
+    columns = [*RUN_KEY, "stage", "kind", "tier", "rounds_done", "score"]
+    values = {"metric" if metric == METRIC else metric: "score"}
+    of_server = curves[curves["series"] == "validation"].rename(columns=values).dropna(subset="score")
+    rows = by_stage(tables.evaluations).rename(columns={"stage_tier": "tier_of_stage"})
+    rows = rows[rows["client_id"].notna() & (rows["split"] == "validation") & (rows["metric"] == metric)]
+    rows = rows[~rows["kind"].isin([SEARCH, EVALUATION])].dropna(subset="value")
+    # A client scores its own model after the round.
+    rows = rows.assign(rounds_done=rows["round"] + 1, tier=rows["tier_of_stage"])
+    means = rows.groupby([*RUN_KEY, "stage", "kind", "tier", "rounds_done"], sort=False)["value"].mean()
+    of_clients = means.rename("score").reset_index()
+    scored = set(zip(of_server["run_id"], of_server["stage"], strict=True))
+    alone = [key not in scored for key in zip(of_clients["run_id"], of_clients["stage"], strict=True)]
+    parts = [of_server[columns], of_clients.loc[alone, columns]]
+    both = pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
+    return both.astype({"rounds_done": "int64", "score": "float64"})
+
+
+def _before(tables: Tables) -> pd.DataFrame:
+    """What the method's stages before each stage took, without those of its own kind; a baseline has none before it.
+
+    Columns: run_id, stage, megabytes_before, simulated_h_before.
+    """
+    rounds = by_stage(real_rounds(tables.rounds))
+    rounds = rounds.assign(
+        own=is_own(rounds),
+        megabytes=(rounds["bytes_down"] + rounds["bytes_up"]) / 1e6,
+        simulated_h=rounds["simulated_s"] / 3600,
+    )
+    sums = {"own": ("own", "first"), **{name: (name, "sum") for name in COSTS[1:]}}
+    stages = rounds.groupby([*_STAGE, "kind"], sort=False).agg(**sums).reset_index()
+    before = []
+    for run_id, of_run in stages.groupby("run_id", sort=False):
+        for number, stage in enumerate(of_run.to_dict("records")):
+            others = of_run.iloc[: number if stage["own"] else 0]
+            earlier = others[others["own"] & others["kind"].ne(stage["kind"])]
+            sums_before = (float(earlier[name].sum()) for name in COSTS[1:])
+            before.append((run_id, stage["stage"], *sums_before))
+    return pd.DataFrame(before, columns=[*_STAGE, *(f"{name}_before" for name in COSTS[1:])])
