@@ -20,6 +20,8 @@ AssertComposed = Callable[[Ablation, Sequence[Trial]], None]
 
 FITTING = {  # empty where the settings have experiments of their own
     "alpha": "fedoras_digits",
+    "asynchronous": "fedbuff_digits",
+    "asynchronous_slices": "fedbuff_superfednas_digits",
     "beta_schedule": "superfednas_digits",
     "comm_budget": "fedoras_digits",
     "compression": "fedavg_digits",
@@ -63,6 +65,7 @@ SEEDS = {
                 "selection",
             ),
             *("methods", "methods_cifar10", "shrinking", "robust", "compression", "personal", "systems", "fedmask"),
+            *("asynchronous", "asynchronous_slices"),
         ),
         (1, 2, 3),
     ),
@@ -98,6 +101,10 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
     "distribution_averaging": (
         {"heuristic": ("overlap + R", "overlap + S", "overlap + TS", "MaxNet")},
         {"heuristic": "MaxNet"},
+    ),
+    **dict.fromkeys(
+        ("asynchronous", "asynchronous_slices"),
+        ({"federation": ("synchronous", "over-selection", "FedBuff", "FedAsync")}, {"federation": "FedBuff"}),
     ),
     "fedmask": ({"method": ("alone", "FedAvg", "FedMask")}, {}),
     "fedoras_alpha": ({"alpha": (1000.0, 1.0, 0.1)}, {"alpha": 1.0}),
@@ -209,6 +216,8 @@ def test_every_point_is_run_with_every_seed(name: str, ready_made: Mapping[str, 
 def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
     assert {name: len(ablation.trials) for name, ablation in ready_made.items()} == {
         "alpha": 6,
+        "asynchronous": 12,
+        "asynchronous_slices": 12,
         "beta_schedule": 24,
         "comm_budget": 24,
         "compression": 21,
