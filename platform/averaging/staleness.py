@@ -7,6 +7,9 @@ FedAsync  w + alpha p(s) (x - w)            every answer is a round (Xie, Koyejo
 
 p(s)      constant 1; polynomial (1 + s)^-a; hinge 1 up to s = b, then 1 / (a (s - b) + 1)   (Xie et al., Sec. 5.2)
 
+FLSim, of FedBuff's authors, was read beside this (its code does not import on Python 3.11): its p is divided by that of
+an average staleness, 1 by default, and it counts what is left in the buffer at the end of an epoch.
+
 On slices all of this holds for the scalars that the client has; FedBuff's p is 1 / sqrt(1 + s), its eta_g is the server
 rule's. The rounds to which these rules belong are in `federation.asynchronous`.
 """

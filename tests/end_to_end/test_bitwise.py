@@ -213,6 +213,7 @@ class KillsOneActor(ActorPool):
         ("spider", True, "as preset"),
         ("fedoras", False, "stacked bfloat16, two tasks"),
         pytest.param("scaffold", False, "stacked", marks=pytest.mark.slow),
+        pytest.param("fedasync", False, "bfloat16", marks=pytest.mark.slow),
         pytest.param("superfednas", False, "bfloat16", marks=pytest.mark.slow),
         pytest.param("spider", False, "bfloat16 contiguous", marks=pytest.mark.slow),
     ],
@@ -291,6 +292,7 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
         ("fedoras", "fine_tuned/tier1", "executor.kind=serial", "stacked bfloat16"),
         ("superfednas", "supernet", "executor.kind=serial", "bfloat16 contiguous"),
         ("spider", "spider", "executor.kind=serial", "bfloat16"),
+        ("fedbuff", "supernet", "executor.actors=2", "as preset"),
     ],
     indirect=["family"],
 )
