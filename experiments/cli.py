@@ -18,17 +18,18 @@ from typing import Any, TextIO
 from fedloom.experiments.arguments import Handler, build_parser, check_typed, parse
 from fedloom.experiments.terminal import (
     CONFIGURATION,
-    INFRASTRUCTURE,
+    EXPLAINED,
     INTERRUPTED,
     OK,
     complain,
+    explained,
     of_run_end,
     stop_printing,
     tell_at_once,
     while_read,
 )
 from fedloom.platform.plugins import blaming_own
-from fedloom.platform.words import NO_SUCH_PLACE, PrintableFormatter, in_words, is_out_of_memory, naming, said
+from fedloom.platform.words import PrintableFormatter, naming
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,24 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_typed(args)
         with blaming_own(), naming(getattr(args, "out", None) or getattr(args, "results", None) or "."):
             code = args.command(args)
-    except ValueError as error:
-        code = _refuse(error)
     except BrokenPipeError:
         stop_printing()
         code = OK
-    except ConnectionError as error:
-        complain(str(error))
-        code = CONFIGURATION
-    except OSError as error:
-        complain(in_words(error))
-        code = CONFIGURATION if error.errno in NO_SUCH_PLACE else INFRASTRUCTURE
-    except RecursionError as error:
-        code = _refuse(ValueError(f"a value that is given or stored is nested too deeply ({said(error)})"))
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+    except EXPLAINED as error:
+        explanation = explained(error)
+        if explanation is None or (
+            isinstance(error, ValueError | RecursionError) and os.environ.get("FEDLOOM_TRACEBACK")
+        ):
             raise
-        complain(f"not enough memory ({said(error)}): ask for less, or use a larger machine")
-        code = INFRASTRUCTURE
+        code, line = explanation
+        complain(line)
     except KeyboardInterrupt:
         complain("interrupted")
         code = INTERRUPTED
@@ -99,13 +93,6 @@ class _WhileRead:
 
     def end(self, end: Any, results: str) -> None:
         while_read(self._view.end, end, results)
-
-
-def _refuse(error: ValueError) -> int:
-    if os.environ.get("FEDLOOM_TRACEBACK"):
-        raise error
-    complain(" ".join(str(error).split()))
-    return CONFIGURATION
 
 
 def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool) -> Path:

@@ -66,7 +66,8 @@ def plan_shipment(include: Sequence[Path] = ()) -> Shipment:
     Raises:
         ValueError: a path does not exist or has the same target as another, or the size exceeds `MOST_BYTES`.
     """
-    files: dict[PurePosixPath, ShippedFile] = {}
+    top = Path(str(importlib.import_module(PACKAGE).__file__))
+    files = {file.target: file for file in _files(top, PurePosixPath(PACKAGE, top.name))}
     for part in PARTS:
         files |= {file.target: file for file in _files(package_folder(part), PurePosixPath(PACKAGE, part))}
     for path in include:

@@ -65,17 +65,22 @@ class RunView:
 
             self.console.print(summary_table(_brought(results, end.run_id), end.run_id))
             self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{where(results)}")
-        elif end.kind == "refused":
-            complain(end.message)
-        elif end.kind == "detached":
-            complain(f"run {end.run_id} goes on; {end.message}")
         else:
-            from fedloom.platform.federation.loop import DIVERGED  # a report needs no torch
+            complain(how_it_ended(end, results))
 
-            goes_on = end.run_id and not end.message.startswith(DIVERGED)
-            again = f"; continue with: fedloom resume {end.run_id}{where(results)}" if goes_on else ""
-            ended = "stopped" if end.kind == "infrastructure" else end.kind
-            complain(f"run {ended}{f': {end.message}' if end.message else ''}{again}")
+
+def how_it_ended(end: "RunEnd", results: str | Path) -> str:
+    """The line about a run that is not done, with the command that continues it."""
+    if end.kind == "refused":
+        return end.message
+    if end.kind == "detached":
+        return f"run {end.run_id} goes on; {end.message}"
+    from fedloom.platform.federation.loop import DIVERGED  # a report needs no torch
+
+    goes_on = end.run_id and not end.message.startswith(DIVERGED)
+    again = f"; continue with: fedloom resume {end.run_id}{where(results)}" if goes_on else ""
+    ended = "stopped" if end.kind == "infrastructure" else end.kind
+    return f"run {ended}{f': {end.message}' if end.message else ''}{again}"
 
 
 def _brought(results: str | Path, run_id: str) -> Path:

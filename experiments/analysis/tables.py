@@ -73,6 +73,13 @@ def load(
     the table `runs` are read, and of `clients` only `CLIENT_COLUMNS`. Raises ValueError for an unknown run, experiment
     or table, if there are no runs, and for a damaged file.
     """
+    return load_paths(paths_of(results, run_ids, experiment), tables)
+
+
+def paths_of(
+    results: str | Path, run_ids: Sequence[str] | None = None, experiment: str | None = None
+) -> list[RunPaths]:
+    """The runs that `load` would load, with its errors."""
     ids = [run_ids] if isinstance(run_ids, str) else run_ids
     root = fetch(results, ids, tensors=False)
     if ids is None:
@@ -84,7 +91,7 @@ def load(
         paths = [p for p in paths if p.experiment == experiment]
         if not paths:
             raise ValueError(f"there are no runs of experiment {experiment!r} under {root}: there are runs of {known}")
-    return load_paths(paths, tables)
+    return paths
 
 
 def load_paths(paths: Sequence[RunPaths], tables: Iterable[str] = ALL_TABLES) -> Tables:

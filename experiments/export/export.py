@@ -133,10 +133,24 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
     return correct
 
 
-def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
-    worker, method = Worker(world.spec), world.config.method
+def module_of(paths: RunPaths, wanted: Wanted) -> nn.Module:
+    """The wanted model of a run as a module in evaluation mode, with its weights; errors are those of `export`."""
+    check_wanted(wanted)
+    _, config = stored_config(paths.root, paths.run_id)
+    world = stored_world(paths, config)
+    with _threads(config.executor.threads):
+        return _module(Worker(world.spec), world, choose(paths, world, wanted))
+
+
+def _module(worker: Worker, world: World, chosen: Chosen) -> nn.Module:
+    method = world.config.method
     statistics = method.search.statistics if isinstance(method, FedorASConfig) else ESTIMATED
-    module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone, statistics), chosen.weights)
+    return scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone, statistics), chosen.weights)
+
+
+def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats: Sequence[str]) -> Exported:
+    worker = Worker(world.spec)
+    module = _module(worker, world, chosen)
     data = worker.in_task(worker.central_data("validation"), chosen.architecture)
     if len(data) < 2:
         raise ValueError(

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from itertools import chain
 from pathlib import Path
 
@@ -31,6 +32,11 @@ class ReportFiles:
     """The tables in LaTeX."""
     is_live: bool
     """Whether a run of the report is still running, so that a later report says more."""
+
+    def _repr_html_(self) -> str:
+        """The page as a notebook shows it, in a frame, so that its styles stay its own."""
+        page = escape(self.html.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
 def write_content(content: Content, folder: Path, run_ids: Sequence[str]) -> ReportFiles:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.platform.words import printable
+from fedloom.platform.words import NO_SUCH_PLACE, in_words, is_out_of_memory, printable, said
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -32,6 +32,25 @@ _BY_KIND = {
 def of_run_end(kind: str) -> int:
     """The exit code for the kind of a run's end."""
     return _BY_KIND[kind]
+
+
+EXPLAINED = (ValueError, OSError, MemoryError, RuntimeError)
+"""Errors that may have an explanation."""
+
+
+def explained(error: Exception) -> tuple[int, str] | None:
+    """The exit code and the line for an error that ends a command; None if it is a defect, to be seen in full."""
+    if isinstance(error, ValueError):
+        return CONFIGURATION, " ".join(str(error).split())
+    if isinstance(error, ConnectionError):
+        return CONFIGURATION, str(error)
+    if isinstance(error, OSError):
+        return CONFIGURATION if error.errno in NO_SUCH_PLACE else INFRASTRUCTURE, in_words(error)
+    if isinstance(error, RecursionError):
+        return CONFIGURATION, f"a value that is given or stored is nested too deeply ({said(error)})"
+    if is_out_of_memory(error):
+        return INFRASTRUCTURE, f"not enough memory ({said(error)}): ask for less, or use a larger machine"
+    return None
 
 
 def stop_printing() -> None:

@@ -1,0 +1,1 @@
+../../experiments/fedloom/__init__.py

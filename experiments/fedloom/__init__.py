@@ -1,0 +1,23 @@
+"""fedloom from Python: `import fedloom as fl`, then `fl.run`, `fl.load` and `fl.compare`, as in the README.
+
+This file is the package `fedloom` itself, which the other folders lie in. Nothing slow is imported before it is used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedloom.experiments.python import Run, RunFailedError, compare, load, run
+
+__all__ = ["Run", "RunFailedError", "compare", "load", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fedloom.experiments import python
+
+    return getattr(python, name)
+
+
+def __dir__() -> list[str]:
+    return __all__
