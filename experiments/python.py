@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from fedloom.actors.address import before_ray
 from fedloom.experiments import analysis
@@ -27,8 +28,6 @@ from fedloom.platform.results.tables import read_runs
 from fedloom.platform.words import naming, shown
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fedloom.experiments.report.pages import ReportFiles
 
 __all__ = ["Run", "RunFailedError", "compare", "load", "run"]
@@ -58,9 +57,12 @@ def run(
     before_ray(config.ray.address)
     from fedloom.experiments.runs.launch import launch  # imports Ray
 
-    view = _View(quiet, on_round)
-    with _in_one_line(config.results):
-        end = launch(config, view)
+    view, threads = _View(quiet, on_round), torch.get_num_threads()
+    try:
+        with _in_one_line(config.results):
+            end = launch(config, view)
+    finally:
+        torch.set_num_threads(threads)  # a serial run sets that of this process
     if end.kind in ("interrupted", "detached"):
         raise KeyboardInterrupt(how_it_ended(end, config.results))
     if end.kind != "done":
@@ -171,7 +173,7 @@ class Run:
         model: str | None = None,
         architecture: str | None = None,
         target: str | None = None,
-    ) -> "nn.Module":
+    ) -> torch.nn.Module:
         """The model of a tier, or the run's only one, with its weights and in evaluation mode, on the CPU.
 
         The choices are those of `fedloom export`. Raises ValueError that lists the run's models if it has no such one.

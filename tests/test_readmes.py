@@ -190,6 +190,20 @@ def test_python_is_python() -> None:
                     assert hasattr(module, alias.name) or inside, f"{block.place}: {node.module} has no {alias.name}"
 
 
+def test_the_lines_from_python_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = (block for block in ALL_BLOCKS if "import fedloom as fl" in block.text)
+    assert len(block.text.splitlines()) <= 12
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fedloom.experiments.report.pages.drawn", lambda _: [])  # the pictures have their own tests
+    names: dict[str, Any] = {}
+    exec(compile(block.text, block.place, "exec"), names)
+    assert capsys.readouterr().out.endswith(f"[('{names['run'].id}', 'done')]\n")
+    assert names["page"]._repr_html_().startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    assert sum(parameter.numel() for parameter in names["network"].parameters()) == 71_226
+
+
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,102 @@
+"""`import fedloom as fl`: the runs, the errors and the bits of the command line, as Python values."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedloom as fl
+from fedloom.experiments.cli import main
+from fedloom.experiments.python import overrides_of
+
+TRAIN = {"rounds": 2, "clients_per_round": 3, "epochs": 1, "batch_size": 16, "evaluate_every": 0}
+TINY: dict[str, Any] = {
+    "data": {"num_clients": 8, "train_samples": 320, "test_samples": 80},
+    "method": {"train": TRAIN},
+    "executor.kind": "serial",
+}
+
+
+def on_the_command_line(folder: Path, experiment: str, changes: dict[str, Any]) -> Any:
+    """The exit code of `fedloom run`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["run", f"experiment={experiment}", *overrides_of(changes), f"results={folder}"])
+    return ended.value.code
+
+
+def test_importing_fedloom_imports_neither_torch_nor_ray() -> None:
+    code = "import sys, fedloom; assert 'run' in dir(fedloom); assert not {'torch', 'ray', 'pandas'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'fedloom' has no attribute 'runs'"):
+        fl.runs  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_a_run_has_the_bits_of_the_command_and_its_files_as_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds: list[int] = []
+    run = fl.run(
+        "heterofl_digits", **TINY, seed=3, results=tmp_path, quiet=True, on_round=lambda done: rounds.append(done.round)
+    )
+    assert capsys.readouterr().out == ""
+    assert on_the_command_line(tmp_path, "heterofl_digits", {**TINY, "seed": 3}) == 0
+    assert rounds[:2] == [0, 1]
+    first, second = fl.load(tmp_path)
+    assert (first, first.status, second.status) == (run, "done", "done")
+    assert [each.id for each in fl.load(tmp_path, second.id)] == [second.id]
+    assert run.config["seeds"] == second.config["seeds"]
+    assert [len(run.rounds), len(run.clients)] == [len(second.rounds), len(second.clients)]
+    assert run.evaluations["value"].equals(second.evaluations["value"])
+    small, large = run.model("tier1"), run.model("tier4")
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in large.parameters())
+    (file,) = (tmp_path / "artifacts" / second.id / "models").glob("tier1-*.safetensors")
+    stored, weights = load_file(file), small.state_dict()
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in stored.items())
+    assert not small.training
+    other = fl.run("heterofl_digits", **TINY, **{"data.alpha": 0.1}, seed=3, results=tmp_path, quiet=True)
+    assert {*fl.compare("data.alpha", tmp_path, [run.id, other.id])["value"]} == {0.1, 1.0}
+    with pytest.raises(ValueError, match=r"no tier 'tier9' in this run: its tiers are tier1, "):
+        run.model("tier9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"data": {"alhpa": 0.1}}, ValueError),
+        ({"method.train.lr": -1}, ValueError),
+        ({"method": "fedpox"}, ValueError),
+        ({**TINY, "method.train.clients_per_round": 9}, ValueError),
+        ({**TINY, "method.train.lr": 1e30}, fl.RunFailedError),
+    ],
+    ids=lambda value: "" if isinstance(value, type) else "-".join(value)[-30:],
+)
+def test_errors_are_the_lines_of_the_command(
+    changes: dict[str, Any], error: type[Exception], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = on_the_command_line(tmp_path / "command", "fedavg_digits", changes)
+    assert (code == 2) is (error is ValueError)
+    line = capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(error) as raised:
+        fl.run("fedavg_digits", **changes, results=tmp_path / "python", quiet=True)
+    assert f"fedloom: {raised.value}" == line
+    assert (tmp_path / "python").exists() is (error is not ValueError)
+
+
+def test_values_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
+    values = {"data": {"alpha": np.float32(0.5), "options": {}}, "seeds.data": np.int64(3), "tags": ("a", "b c")}
+    assert overrides_of(values) == ["data.alpha=0.5", "data.options={}", "seeds.data=3", 'tags=[a,"b c"]']
+    assert overrides_of({"experiment": Path("mine.yaml"), "dry_run": True, "name": None}) == [
+        "experiment=mine.yaml",
+        "dry_run=true",
+        "name=null",
+    ]
+    with pytest.raises(
+        ValueError, match=r"^space.build=<function .*: give a number, text, .* import path, module:name$"
+    ):
+        fl.run("fedavg_digits", space={"build": overrides_of}, results=tmp_path)
