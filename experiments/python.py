@@ -1,9 +1,13 @@
 """fedloom from Python: starts runs and reads what they recorded, with the checks and the bits of the command line."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +21,27 @@ from fedloom.experiments.analysis.tables import paths_of
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
-from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, explained, of_run_end, tell_at_once
+from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end, tell_at_once
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, RunFailedError
 from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.files import read_json
 from fedloom.platform.results.paths import RunPaths, find_run
-from fedloom.platform.results.status import read_status
+from fedloom.platform.results.status import Status, read_status
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.words import naming, shown
 
 if TYPE_CHECKING:
     from fedloom.experiments.report.pages import ReportFiles
 
-__all__ = ["Run", "RunFailedError", "compare", "load", "run"]
+__all__ = ["Run", "RunFailedError", "StartedRun", "compare", "load", "run", "start"]
+
+
+MOST_LINES = 1000
+"""Lines of a started run's output that are remembered."""
+END_S = 5.0
+"""Seconds for the last lines of a process that has ended."""
 
 
 def run(
@@ -51,9 +62,7 @@ def run(
     """
     if not quiet:
         tell_at_once("preparing the run")
-    preset = [] if experiment is None else [f"experiment={experiment}"]
-    with _in_one_line():
-        config = compose_config(last_values([*preset, *overrides_of(changes)]))
+    _, config = _composed(experiment, changes)
     before_ray(config.ray.address)
     from fedloom.experiments.runs.launch import launch  # imports Ray
 
@@ -70,6 +79,51 @@ def run(
     if not quiet:
         view.end(end, config.results)
     return Run(end.run_id, config.results)
+
+
+def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
+    """Starts a run in a process of its own, where it goes on also after this one, and returns as soon as it has begun.
+
+    Values are those of `run`. Raises ValueError or RunFailedError for a run that does not begin.
+    """
+    overrides, config = _composed(experiment, changes)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedloom.experiments", "run", *overrides],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None, "it is a pipe"
+    lines: deque[str] = deque(maxlen=MOST_LINES)
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("run "):
+                break
+        else:
+            raise _error(process.wait(), _complaint(lines))
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    # What the process prints is read until its end, so that it never waits for a reader.
+    reader = threading.Thread(target=lines.extend, args=[process.stdout], daemon=True)
+    reader.start()
+    return StartedRun(line.split()[1], config.results, process, lines, reader)
+
+
+def _composed(experiment: str | None, changes: Mapping[str, Any]) -> tuple[list[str], RunConfig]:
+    preset = [] if experiment is None else [f"experiment={experiment}"]
+    with _in_one_line():
+        overrides = last_values([*preset, *overrides_of(changes)])
+        return overrides, compose_config(overrides)
+
+
+def _complaint(lines: Iterable[str]) -> str:
+    """The last line that the command wrote about itself."""
+    complaints = [line.removeprefix("fedloom: ").strip() for line in lines if line.startswith("fedloom: ")]
+    return complaints[-1] if complaints else "the run's process has ended without a word: it was killed"
 
 
 class _View(RunView):
@@ -142,7 +196,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How the run stands: running, stalled, dead, done, refused, failed, infrastructure or interrupted."""
+        """How the run stands: running, stalled, dead, done, failed or interrupted."""
         return read_status(self._paths().status).state
 
     @property
@@ -194,6 +248,36 @@ class Run:
 
     def _paths(self, *, tensors: bool = False) -> RunPaths:
         return find_run(fetch(self.results, [self.id], tensors=tensors), self.id)
+
+
+@dataclass(frozen=True)
+class StartedRun(Run):
+    """A run in a process of its own."""
+
+    _process: "subprocess.Popen[str]" = field(repr=False, compare=False)
+    _lines: deque[str] = field(repr=False, compare=False)
+    _reader: threading.Thread = field(repr=False, compare=False)
+
+    @property
+    def progress(self) -> Status:
+        """The stage and round in which the run is, and how it stands."""
+        return read_status(self._paths().status)
+
+    def wait(self, timeout_s: float | None = None) -> Run:
+        """The run when it has ended; RunFailedError as in `run`, TimeoutError if it goes on after `timeout_s`."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"run {self.id} goes on after {timeout_s:g} s") from error
+        self._reader.join(END_S)
+        if code not in (OK, INTERRUPTED):
+            raise _error(code, _complaint([*self._lines]))
+        return Run(self.id, self.results)
+
+    def stop(self) -> Run:
+        """Interrupts the run, as Ctrl-C does the command, and waits for its end; `fedloom resume` continues it."""
+        self._process.terminate()
+        return self.wait()
 
 
 def load(results: str | Path = "results", runs: Sequence[str] | None = None) -> list[Run]:

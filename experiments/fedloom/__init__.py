@@ -1,4 +1,4 @@
-"""fedloom from Python: `import fedloom as fl`, then `fl.run`, `fl.load` and `fl.compare`, as in the README.
+"""fedloom from Python: `import fedloom as fl`, then `fl.run`, `fl.start`, `fl.load` and `fl.compare`, as in the README.
 
 This file is the package `fedloom` itself, which the other folders lie in. Nothing slow is imported before it is used.
 """
@@ -6,9 +6,9 @@ This file is the package `fedloom` itself, which the other folders lie in. Nothi
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedloom.experiments.python import Run, RunFailedError, compare, load, run
+    from fedloom.experiments.python import Run, RunFailedError, StartedRun, compare, load, run, start
 
-__all__ = ["Run", "RunFailedError", "compare", "load", "run"]
+__all__ = ["Run", "RunFailedError", "StartedRun", "compare", "load", "run", "start"]
 
 
 def __getattr__(name: str) -> Any:

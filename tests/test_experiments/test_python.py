@@ -60,7 +60,7 @@ def test_a_run_has_the_bits_of_the_command_and_its_files_as_values(
     assert all(torch.equal(weights[name], tensor) for name, tensor in stored.items())
     assert not small.training
     other = fl.run("heterofl_digits", **TINY, **{"data.alpha": 0.1}, seed=3, results=tmp_path, quiet=True)
-    assert {*fl.compare("data.alpha", tmp_path, [run.id, other.id])["value"]} == {0.1, 1.0}
+    assert {*fl.compare("data.alpha", tmp_path, [run.id, other.id])["value"]} == {"0.1", "1.0"}
     with pytest.raises(ValueError, match=r"no tier 'tier9' in this run: its tiers are tier1, "):
         run.model("tier9")
 
@@ -100,3 +100,18 @@ def test_values_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
         ValueError, match=r"^space.build=<function .*: give a number, text, .* import path, module:name$"
     ):
         fl.run("fedavg_digits", space={"build": overrides_of}, results=tmp_path)
+
+
+def test_a_started_run_is_watched_stopped_and_tells_how_it_failed(tmp_path: Path) -> None:
+    long = {**TINY, "method": {"train": {**TRAIN, "rounds": 9999}}, "results": tmp_path}
+    run = fl.start("fedavg_digits", **long)
+    failing = fl.start("fedavg_digits", **long, **{"method.train.lr": 1e30})
+    progress = run.progress
+    assert (progress.state, progress.stage, progress.rounds_total) == ("running", "fedavg", 9999)
+    with pytest.raises(TimeoutError, match=rf"^run {run.id} goes on after 0.01 s$"):
+        run.wait(0.01)
+    assert run.stop().status == "interrupted"
+    with pytest.raises(fl.RunFailedError, match=r"^run failed: the training diverged"):
+        failing.wait()
+    with pytest.raises(ValueError, match=r"^unknown configuration key 'sed'; did you mean 'seed'\?$"):
+        fl.start("fedavg_digits", sed=1)
