@@ -3,12 +3,17 @@
 This file is the package `fedloom` itself, which the other folders lie in. Nothing slow is imported before it is used.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.experiments.python import Run, RunFailedError, StartedRun, compare, load, run, start
 
 __all__ = ["Run", "RunFailedError", "StartedRun", "compare", "load", "run", "start"]
+
+if not (Path(__file__).parent / "platform").is_dir():
+    # An editable install takes this file from the checkout's experiments/fedloom/; the other folders lie at its root.
+    __path__.append(str(Path(__file__).parents[2]))
 
 
 def __getattr__(name: str) -> Any:
