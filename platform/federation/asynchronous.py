@@ -256,11 +256,11 @@ class Asynchronous:
         why_stale = f"what it received is over {self.max_staleness} rounds old (max_staleness)"
         lost = {f.client_id: f._replace(ends_s=now_s) for f in stale}
         events = {f.client_id: f for f in (*lost.values(), *ended.events)}
-        ignored: dict[int, tuple[str, str]] = dict.fromkeys(lost, (STALE, why_stale))
+        ignored = {f.client_id: (STALE, why_stale, now_s - f.begun_s) for f in stale}
         working = ended.at_work
         if not self.goes_on:
             why = f"{self.arrivals} others had answered after {ended.now_s - now_s:.6g} s"
-            ignored |= {f.client_id: (OVER_SELECTED, why) for f in working}
+            ignored |= {f.client_id: (OVER_SELECTED, why, math.inf) for f in working}
             events |= {f.client_id: f._replace(ends_s=ended.now_s) for f in working}
             working = []
         planned = []

@@ -239,6 +239,9 @@ def test_clients_whose_weights_are_too_old_are_told_to_stop(tiny_config: Make, r
     assert set(stale["staleness"]) == {2}
     assert set(stale["error"]) == {"what it received is over 1 rounds old (max_staleness)"}
     assert stale["loss"].isna().all()
+    told = memory.table("rounds")["simulated_s"].cumsum()
+    assert (stale["ended_s"] == [told[round_ - 1] for round_ in stale["round"]]).all()
+    assert (stale["bytes_up"] < rows["bytes_up"].max()).all(), "they are told before they have sent all"
 
 
 def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
