@@ -241,7 +241,7 @@ def test_clients_whose_weights_are_too_old_are_told_to_stop(tiny_config: Make, r
     assert stale["loss"].isna().all()
     told = memory.table("rounds")["simulated_s"].cumsum()
     assert (stale["ended_s"] == [told[round_ - 1] for round_ in stale["round"]]).all()
-    assert (stale["bytes_up"] < rows["bytes_up"].max()).all(), "they are told before they have sent all"
+    assert (stale["bytes_up"] == 0).any(), "some are told before they send"
 
 
 def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
