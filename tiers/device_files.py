@@ -99,7 +99,8 @@ def _read(file: Path, kind: _Kind, make: Callable[..., T]) -> T:
             if file.suffix == ".parquet":
                 table = _read_parquet(stream, kind)
             else:
-                table = pyarrow.csv.read_csv(stream)
+                # With its threads pyarrow has ended the process at an error in the file.
+                table = pyarrow.csv.read_csv(stream, pyarrow.csv.ReadOptions(use_threads=False))
                 _check_columns(table.schema, kind)
                 _check_rows(table.num_rows, kind)
     except _WrongTableError as error:

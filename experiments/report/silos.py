@@ -551,4 +551,9 @@ def _gaps_of_scores(run: Tables, named: Callable[[Sequence[int]], str], num_silo
             model = "what is scored as personal there is the shared model"
         elif traits_of(run, run_id).get("own") == "cells":
             model = "what is scored as personal there is the shared base with cells that were never trained"
-        yield f"no training round of {named(untrained)} counted (failed, dropped or late every time): {model}"
+        selected = set(trained["client_id"].dropna())
+        lost = [silo for silo in untrained if silo in selected]
+        if lost:
+            yield f"no training round of {named(lost)} counted (failed, dropped or late every time): {model}"
+        if never := [silo for silo in untrained if silo not in selected]:
+            yield f"{named(never)} never took part in a training round (not selected): {model}"

@@ -186,8 +186,8 @@ class Assignment:
     """Rounds that have ended since, if that may be any."""
     ended_s: float | None = None
     """When it answers or is lost, where that decides who is waited for."""
-    ignored: tuple[str, str] | None = None
-    """The status of a client that works for nothing, and why; None if its answer counts."""
+    ignored: tuple[str, str, float] | None = None
+    """The status of a client that works for nothing, why, and after which simulated seconds it is told to stop."""
     expected_macs: float = 0.0
     """MACs that the plan expects of work that cannot be counted; a training step is three times its forward pass."""
 

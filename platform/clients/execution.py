@@ -339,12 +339,26 @@ def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
     )
 
 
-def _ignored(worker: Worker, assignment: Assignment, status: str, why: str) -> ClientResult:
-    """The result of a client that works for nothing: its costs, without the work."""
+def _ignored(worker: Worker, assignment: Assignment, status: str, why: str, until_s: float) -> ClientResult:
+    """The result of a client that works for nothing: its costs until it is told to stop, without the work."""
     assert isinstance(assignment.task, AccountableTask), "it was counted to know when it ends"
     counted = assignment.task.account(worker, assignment)
+    result = replace(counted, status=status, error=why, wall_s=0.0, peak_memory_bytes=0)
     simulated_s = simulated_time_s(assignment, counted)
-    return replace(counted, status=status, error=why, wall_s=0.0, peak_memory_bytes=0, simulated_s=simulated_s)
+    if simulated_s <= until_s:
+        return replace(result, simulated_s=simulated_s)
+    costs = counted.bytes_down, counted.bytes_up
+    download, computation, upload = done_by(assignment.profile, _weighed_macs(counted), *costs, until_s)
+    return replace(
+        result,
+        samples=0,
+        steps=0,
+        macs=counted.macs * computation,
+        forward_macs=counted.forward_macs * computation,
+        bytes_down=round(counted.bytes_down * download),
+        bytes_up=round(counted.bytes_up * upload),
+        simulated_s=until_s,
+    )
 
 
 def expected_s(worker: Worker, assignment: Assignment) -> float:

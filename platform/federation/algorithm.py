@@ -347,10 +347,12 @@ class TrainingStage:
         self.processing = Processing(world, config, self.rules, name, self.population, self.server.parameters)
         self.keeps_updates = self.rules.aggregator.name != MEAN or self.processing.needs_updates
         self.asynchronous: Asynchronous | None = None
-        if config.asynchronous is not None or config.arrivals is not None:
+        if (config.asynchronous is not None or config.arrivals is not None) and len(self.population):
             from fedloom.platform.federation.asynchronous import Asynchronous  # what only such rounds need
 
-            self.asynchronous = Asynchronous(world, config, self.rules, self.cohort_size, self._received_in)
+            self.asynchronous = Asynchronous(
+                *(world, config, self.rules, len(self.population), self.cohort_size, self._received_in)
+            )
         self.answers = self.cohort_size if self.asynchronous is None else self.asynchronous.arrivals
         check_cohort(self.rules, self.answers)
         if len(self.population):
@@ -396,12 +398,14 @@ class TrainingStage:
             begun = self._begun(state, cohort, starts_s)
             assignments = begun.assignments
         else:
-            size, busy = self.asynchronous.wanted(state.data, index)
-            starts_s = state.simulated_s if busy else self.selection.starts_s(state.simulated_s)
+            size, busy, at_work = self.asynchronous.wanted(state.data, index)
+            starts_s = state.simulated_s if at_work else self.selection.starts_s(state.simulated_s)
             cohort = self.selection.cohort(index, state.data, starts_s, size, busy)
             begun = self._begun(state, cohort)
             assignments, answers = self.asynchronous.plan(
-                *(index, starts_s, state.data, cohort), partial(self._begun_in, state, begun)
+                *(index, starts_s, state.data, cohort, busy),
+                partial(self.selection.cohort, index, state.data),
+                partial(self._begun_in, state, cohort, begun),
             )
             if self.asynchronous.rule is not None:
                 received = partial(self._received, state, group)
@@ -460,11 +464,15 @@ class TrainingStage:
     # -- rounds that do not wait for all ----------------------------------------------------------------------------
 
     def _begun_in(
-        self, state: RunState, present: BegunRound, index: int, cohort: Cohort, data: Mapping[str, Any]
+        self, state: RunState, first: Cohort, begun: BegunRound, index: int, cohort: Cohort, data: Mapping[str, Any]
     ) -> dict[int, Assignment]:
-        """The assignments of the clients that begin in the present round, or have begun in an earlier one."""
-        begun = present
-        if index != state.round:
+        """The assignments of the clients that begin in the present round, or have begun in an earlier one.
+
+        Those of the present round's first cohort are `begun`.
+        """
+        if index == state.round and cohort is not first:
+            begun = self._begun(state, cohort)
+        elif index != state.round:
             weights = state.groups[self._received_in(index)]
             groups = {**state.groups, self.group: weights}
             begun = self._begun(replace(state, round=index, data=data, groups=groups), cohort)
@@ -491,7 +499,11 @@ class TrainingStage:
         kept = {self._received_in(begun) for begun in answers.begun}
         after = after.without_groups(*(name for name in self._older(after) if name not in kept))
         name = self._received_in(before.round)
-        return after.with_group(name, before.weights(self._received_group(before))) if name in kept else after
+        if name not in kept:
+            return after
+        # The version is the model's own, because a later stage may have rounds of the same numbers.
+        received = TensorGroup(before.weights(self._received_group(before)), before.groups[self.group].version)
+        return replace(after, groups={**after.groups, name: received})
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Averages the updates and applies the server rule, the history and the method's `after`.
@@ -523,7 +535,8 @@ class TrainingStage:
             **({} if plan.answers is None else plan.answers.data),
         }
         before = state.weights(self.server_group) if self.server_group in state.groups else {}
-        about = ServerRound(state.round, sum(a.client_id is not None for a in plan.assignments), len(self.population))
+        cohort = sum(a.client_id is not None and a.ignored is None for a in plan.assignments)
+        about = ServerRound(state.round, cohort, len(self.population))
         weights, server_state = self.server.step(old, averaged, before, about)
         after = replace(state.with_group(self.group, weights), data=data)
         if server_state:

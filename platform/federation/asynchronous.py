@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fedloom.platform.averaging.server import ARRIVAL_RULES
 from fedloom.platform.averaging.staleness import arrived
 from fedloom.platform.clients.assignments import AccountableTask, Assignment
-from fedloom.platform.federation.selection import AT_WORK, BEGUN, Cohort, online_for_s
+from fedloom.platform.federation.selection import AT_WORK, BEGUN, HISTORY, MEMORY, Cohort, online_for_s
 
 if TYPE_CHECKING:
     from fedloom.platform.averaging.average import Update
@@ -67,18 +67,24 @@ def next_events(
     now_s: float,
     concurrency: int,
     arrivals: int,
+    more: Callable[[float, int], Sequence[int]] = lambda _time_s, _count: (),
 ) -> Ended:
-    """The events up to the answer that ends the round.
+    """The events up to the answer that ends the round, or until nobody is left.
 
     `waiting` clients begin, in this order, as soon as fewer than `concurrency` are at work; `begin` says until when a
-    client works that begins at a time, or None if it cannot. Who makes room with the last answer is replaced in the
-    next round, by a client that receives the weights which this answer has changed.
+    client works that begins at a time, or None if it cannot. When none waits, `more` is asked for so many at a time.
+    Who makes room with the last answer is replaced in the next round, by a client that receives the weights which this
+    answer has changed.
     """
     queue = [(flight.ends_s, flight.client_id, flight) for flight in at_work]
     heapq.heapify(queue)
     left, events, answered = deque(waiting), list[Flight](), 0
     while True:
-        while left and len(queue) < concurrency:
+        while len(queue) < concurrency:
+            if not left:
+                left.extend(more(now_s, concurrency - len(queue)))
+            if not left:
+                break
             flight = begin(left.popleft(), now_s)
             if flight is not None:
                 heapq.heappush(queue, (flight.ends_s, flight.client_id, flight))
@@ -93,28 +99,35 @@ def next_events(
 
 
 class Begun(NamedTuple):
-    """A round in which clients have begun: its cohort, and the run's JSON values that their tasks may depend on."""
+    """A round in which clients have begun: its cohorts, and the run's JSON values that their tasks may depend on."""
 
-    cohort: Cohort
+    cohorts: Sequence[Cohort]
     data: Mapping[str, Any]
 
     def stored(self) -> dict[str, Any]:
         """As JSON values."""
-        cohort, probability = self.cohort, self.cohort.probability
-        return {
-            "client_ids": list(cohort.client_ids),
-            "probability": None if math.isnan(probability) else probability,
-            "reason": cohort.reason,
-            "reasons": {str(client): reason for client, reason in cohort.reasons.items()},
-            "data": self.data,
-        }
+        return {"cohorts": [_stored(cohort) for cohort in self.cohorts], "data": self.data}
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Begun:
         """The inverse of `stored`."""
-        probability = math.nan if stored["probability"] is None else stored["probability"]
-        reasons = {int(client): reason for client, reason in stored["reasons"].items()}
-        return cls(Cohort(tuple(stored["client_ids"]), probability, stored["reason"], reasons), stored["data"])
+        return cls([_cohort(values) for values in stored["cohorts"]], stored["data"])
+
+
+BY_CLIENT = ("reasons", "epochs", "sends")
+"""The parts of a cohort that are for single clients."""
+
+
+def _stored(cohort: Cohort) -> dict[str, Any]:
+    by_client = {name: {str(c): value for c, value in getattr(cohort, name).items()} for name in BY_CLIENT}
+    probability = None if math.isnan(cohort.probability) else cohort.probability
+    return {"client_ids": list(cohort.client_ids), "probability": probability, "reason": cohort.reason, **by_client}
+
+
+def _cohort(stored: Mapping[str, Any]) -> Cohort:
+    reasons, epochs, sends = ({int(c): value for c, value in stored[name].items()} for name in BY_CLIENT)
+    probability = math.nan if stored["probability"] is None else stored["probability"]
+    return Cohort(tuple(stored["client_ids"]), probability, stored["reason"], reasons, {}, epochs, sends)
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,7 @@ class Answers:
 
     Attributes:
         now_s: the simulated time at which the round ends.
+        concurrency: the clients that are at work at any time.
         data: the JSON values of the stage after the round.
         begun: the rounds whose weights somebody works from after this one.
         ahead: work of later rounds that can be done already, as it depends on nothing that will happen.
@@ -131,6 +145,7 @@ class Answers:
 
     now_s: float
     data: Mapping[str, Any]
+    concurrency: int
     begun: Collection[int] = ()
     ahead: Sequence[Assignment] = ()
     counted: Callable[[Assignment, Update], Update] | None = None
@@ -143,10 +158,16 @@ class Asynchronous:
     """
 
     def __init__(
-        self, world: World, config: TrainingConfig, rules: Rules, concurrency: int, received: Callable[[int], str]
+        self,
+        world: World,
+        config: TrainingConfig,
+        rules: Rules,
+        population: int,
+        concurrency: int,
+        received: Callable[[int], str],
     ) -> None:
         """Raises ValueError for rules that need everybody's answer, or answers to the same weights."""
-        check_rules(config, rules, concurrency)
+        check_rules(config, rules, population, concurrency)
         self.world, self.concurrency, self.key, self.received = world, concurrency, rules.key, received
         self.goes_on, self.max_staleness = config.asynchronous is not None, config.max_staleness
         self.arrivals = config.arrivals or concurrency
@@ -156,6 +177,7 @@ class Asynchronous:
             self.rule = (chosen.name, ARRIVAL_RULES.make(chosen))
         self._begun = dict[int, Mapping[int, Assignment]]()
         self._worker: Worker | None = None
+        self._had_few = False
 
     @property
     def most_versions(self) -> int:
@@ -163,12 +185,12 @@ class Asynchronous:
         most = self.concurrency - 1 if self.goes_on else 0
         return most if self.max_staleness is None else min(most, self.max_staleness)
 
-    def wanted(self, data: Mapping[str, Any], round_: int) -> tuple[int, frozenset[int]]:
-        """The size of a round's cohort, and the clients that cannot be in it, as they are at work."""
+    def wanted(self, data: Mapping[str, Any], round_: int) -> tuple[int, frozenset[int], bool]:
+        """The size of a round's cohort, the clients that cannot be in it, and whether anybody is at work."""
         at_work, stale = self._at_work(data, round_)
         free = self.concurrency - len(at_work)
         busy = frozenset(f.client_id for f in (*at_work, *stale))
-        return free + (self.arrivals - 1 if self.goes_on else 0), busy
+        return free + (self.arrivals - 1 if self.goes_on else 0), busy, bool(at_work)
 
     def _at_work(self, data: Mapping[str, Any], round_: int) -> tuple[list[Flight], list[Flight]]:
         """The clients at work, and those that are told to stop because what they have received is too old."""
@@ -182,21 +204,39 @@ class Asynchronous:
         now_s: float,
         data: Mapping[str, Any],
         cohort: Cohort,
+        busy: Collection[int],
+        draw: Callable[[float, int, Collection[int], int], Cohort],
         assignments: Callable[[int, Cohort, Mapping[str, Any]], Mapping[int, Assignment]],
     ) -> tuple[list[Assignment], Answers]:
         """The round's events as assignments in plan order, and what the round is.
 
-        `assignments` makes those of the clients that begin in a round, of its number, cohort and JSON values; they are
-        asked for again after a resume, and have to be the same.
+        `draw` gives the cohort of so many clients, of which none is busy, that may begin at a time, where the first one
+        did not suffice; the last argument counts the draws. `assignments` makes the assignments of the clients that
+        begin in a round, of its number, a cohort and JSON values; they are asked for again after a resume, and have to
+        be the same.
         """
         at_work, stale = self._at_work(data, round_)
         begun = {int(number): Begun.of(stored) for number, stored in data.get(BEGUN, {}).items()}
-        kept = {name: value for name, value in data.items() if name not in (AT_WORK, BEGUN)}
-        begun[round_] = Begun(cohort, kept)
+        kept = {name: value for name, value in data.items() if name not in (AT_WORK, BEGUN, HISTORY, MEMORY)}
         self._begun = {number: made for number, made in self._begun.items() if number in begun}
+        cohorts, taken = [cohort], {*busy, *cohort.client_ids}
+        begun[round_] = Begun(cohorts, kept)
         for number, (of_round, values) in begun.items():
             if number not in self._begun:
-                self._begun[number] = assignments(number, of_round, values)
+                made = dict[int, Assignment]()
+                for each in of_round:
+                    made |= assignments(number, each, values)
+                self._begun[number] = made
+
+        def more(time_s: float, count: int) -> Sequence[int]:
+            if not self.goes_on:
+                return ()
+            drawn = draw(time_s, count, taken, len(cohorts))
+            if drawn.client_ids:
+                cohorts.append(drawn)
+                taken.update(drawn.client_ids)
+                self._begun[round_] = {**self._begun[round_], **assignments(round_, drawn, kept)}
+            return drawn.client_ids
 
         def begin(client_id: int, time_s: float) -> Flight | None:
             availability = self.world.availability
@@ -210,15 +250,17 @@ class Asynchronous:
             now_s=now_s,
             concurrency=self.concurrency,
             arrivals=self.arrivals,
+            more=more,
         )
+        self._warn_of_few(round_, sum(flight.answers for flight in ended.events))
         why_stale = f"what it received is over {self.max_staleness} rounds old (max_staleness)"
         lost = {f.client_id: f._replace(ends_s=now_s) for f in stale}
         events = {f.client_id: f for f in (*lost.values(), *ended.events)}
-        ignored: dict[int, tuple[str, str]] = dict.fromkeys(lost, (STALE, why_stale))
+        ignored = {f.client_id: (STALE, why_stale, now_s - f.begun_s) for f in stale}
         working = ended.at_work
         if not self.goes_on:
             why = f"{self.arrivals} others had answered after {ended.now_s - now_s:.6g} s"
-            ignored |= {f.client_id: (OVER_SELECTED, why) for f in working}
+            ignored |= {f.client_id: (OVER_SELECTED, why, math.inf) for f in working}
             events |= {f.client_id: f._replace(ends_s=ended.now_s) for f in working}
             working = []
         planned = []
@@ -231,7 +273,16 @@ class Asynchronous:
         alive = sorted({f.begun for f in working})
         after = {AT_WORK: [list(f) for f in working], BEGUN: {str(n): begun[n].stored() for n in alive}}
         ahead = [self._of(f, round_) for f in working if f.answers]
-        return planned, Answers(ended.now_s, after if self.goes_on else {}, alive, ahead)
+        return planned, Answers(ended.now_s, after if self.goes_on else {}, self.concurrency, alive, ahead)
+
+    def _warn_of_few(self, round_: int, answers: int) -> None:
+        if answers < self.arrivals and not self._had_few:
+            self._had_few = True
+            logger.warning(
+                "%s: round %d ends with %d answers instead of %d, because nobody is left who could begin and answers; "
+                "this is said once, the column clients_ok of rounds tells it of every round",
+                *(self.key, round_ + 1, answers, self.arrivals),
+            )
 
     def counted(self, old: Weights, weights: Callable[[str], Weights]) -> Callable[[Assignment, Update], Update]:
         """What the server averages of an update, given its weights, and those that clients have received by group."""
@@ -261,8 +312,8 @@ class Asynchronous:
 
         if not isinstance(assignment.task, AccountableTask):
             raise ValueError(
-                f"{self.key}.arrivals: the work of {type(assignment.task).__name__} cannot be counted before it is "
-                "done, so that nobody knows who answers first; leave it out for this method"
+                f"{self.key}.arrivals, .asynchronous: the work of {type(assignment.task).__name__} cannot be counted "
+                "before it is done, so that nobody knows who answers first; use another method, or leave both out"
             )
         if self._worker is None:
             self._worker = Worker(replace(self.world.spec, device="cpu"))
@@ -275,17 +326,17 @@ class Asynchronous:
         return min(takes_s, deadline_s), not gone and takes_s <= deadline_s
 
 
-def check_rules(config: TrainingConfig, rules: Rules, concurrency: int) -> None:
+def check_rules(config: TrainingConfig, rules: Rules, population: int, concurrency: int) -> None:
     """Raises ValueError for what does not go together with rounds that do not wait for all."""
     from fedloom.platform.clients.local_rules import local_rule
     from fedloom.platform.federation.selection import selection_traits
 
     key, rule = rules.key, config.asynchronous
     slot = f"{key}.arrivals={config.arrivals}" if rule is None else f"{key}.asynchronous={rule}"
-    if rule is None and config.arrivals is not None and config.arrivals > concurrency:
-        raise ValueError(
-            f"{slot}: only {concurrency} clients are at work in a round (clients_per_round); lower it, or raise these"
-        )
+    most = concurrency if rule is None else population
+    if config.arrivals is not None and config.arrivals > most:
+        at_work = "are at work in a round" if rule is None else "are there, who begin at most once in a round"
+        raise ValueError(f"{key}.arrivals={config.arrivals}: only {most} clients {at_work}; lower it")
     if rule == "fedasync" and config.arrivals != 1:
         raise ValueError(f"{slot} mixes every answer into the weights: set {key}.arrivals=1, given {config.arrivals}")
     if rule is not None and config.arrivals is None:
@@ -295,6 +346,11 @@ def check_rules(config: TrainingConfig, rules: Rules, concurrency: int) -> None:
         raise ValueError(
             f"{slot} and {key}.selection={rules.selection.name}: clients begin as others end, so that their number is "
             "given; use uniform, or a rule that selects as many as are asked for"
+        )
+    if rule is not None and selection_traits(rules.selection.name).same_round:
+        raise ValueError(
+            f"{slot} and {key}.selection={rules.selection.name}, which learns from the answers of the round before: "
+            "they come later; use another selection rule"
         )
     privacy = config.privacy
     if privacy.clip is not None or privacy.noise or privacy.secure:

@@ -72,6 +72,7 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
     ),
     TrainingConfig: (
         _Needs("momentum", "optimizer", _may_use_momentum, "sgd"),
+        _Needs("max_staleness", "asynchronous", _is_given, "asynchronous rounds"),
         _Needs("final_lr_share", "schedule", "cosine".__eq__, "cosine"),
         _Needs("step_rounds", "schedule", "steps".__eq__, "steps"),
     ),

@@ -151,6 +151,7 @@ class Loop:
                 state = self._round(stage, state, left)
             with stage_work(stage.name, None):
                 ended = answered("end", stage.end(state), RoundUpdate)
+            self._ahead.clear()
             names, first = {"stage": stage.name, "round": state.round}, partial(self.ending, state)
             state = replace(ended.state, stage=state.stage + 1, round=0)
             self.recorder.submit(Record(rows_of(ended, names), [(names, m) for m in ended.models], state, first))
@@ -171,7 +172,8 @@ class Loop:
             if r.client_id is not None
         ]
         client_rows: list[Row] = [("clients", r.row(stage.name, state.round)) for r in clients]
-        self._check_failures(stage.name, state.round, result.client_results, client_rows)
+        at_work = 0 if plan.answers is None else plan.answers.concurrency
+        self._check_failures(stage.name, state.round, result.client_results, client_rows, at_work)
         self._warn_of_fallback(stage.name, state.round, clients)
         with stage_work(stage.name, state.round):
             merged = answered("merge", stage.merge(state, plan, result), RoundUpdate)
@@ -291,13 +293,13 @@ class Loop:
         attempts = failures.attempts if failures.policy == "retry" else 1
         size = plan.chunk_size or self.execution.chunk_size
         assignments = _with_states(plan.assignments, state)
-        if plan.answers is not None and plan.answers.counted is not None:
-            return self._answered(replace(plan, assignments=assignments), state, attempts, plan.answers.counted)
-        chunks = make_chunks(assignments, size, attempts, plan.stack, plan.keeps_updates)
-        weights = SharedWeights(state.weights(plan.group), state.version(plan.group))
-        results = self.executor.run(chunks, weights)
-        self.recorder.start()
         try:
+            if plan.answers is not None and plan.answers.counted is not None:
+                return self._answered(replace(plan, assignments=assignments), state, attempts, plan.answers.counted)
+            chunks = make_chunks(assignments, size, attempts, plan.stack, plan.keeps_updates)
+            weights = SharedWeights(state.weights(plan.group), state.version(plan.group))
+            results = self.executor.run(chunks, weights)
+            self.recorder.start()
             together = self.execution.sum_chunks or 1
             return merge_chunks(results, self.status.beat, keeps_updates=plan.keeps_updates, together=together)
         except DeviceLostError as error:
@@ -340,14 +342,17 @@ class Loop:
         self._ahead |= {_work(a): result for a, result in zip(more, results, strict=True)}
         return RoundResult(sums, client_results)
 
-    def _check_failures(self, stage: str, round_: int, results: Sequence[ClientResult], rows: Sequence[Row]) -> None:
+    def _check_failures(
+        self, stage: str, round_: int, results: Sequence[ClientResult], rows: Sequence[Row], at_work: int = 0
+    ) -> None:
+        """Raises RunFailedError for more failures than allowed, of the clients of the round or those `at_work`."""
         failed = [r for r in results if counts_as_failed(r)]
         if not failed:
             return
         clients = [r for r in results if r.client_id is not None]
         server = next((r for r in failed if r.client_id is None), None)
         policy = self.execution.failures
-        if server is None and policy.policy != "stop" and len(failed) <= policy.max_share * len(clients):
+        if server is None and policy.policy != "stop" and len(failed) <= policy.max_share * max(len(clients), at_work):
             return
         # The checkpoint first, because it covers all rows written before it.
         self._save_unsaved()

@@ -7,7 +7,7 @@ earlier participants.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
@@ -264,12 +264,14 @@ class SelectionTraits:
         needs_loss_norm: whether clients report the root mean square of their samples' losses.
         sampling: how it samples clients, where every client's probability is known (differential privacy needs it).
         shortens_updates: whether it lets clients send a part of their changes (`Cohort.sends`).
+        same_round: whether it takes clients to answer in the round in which they are selected.
     """
 
     needs_history: bool = True
     needs_loss_norm: bool = False
     sampling: Sampling | None = None
     shortens_updates: bool = False
+    same_round: bool = False
 
 
 @declares(SelectionTraits(needs_history=False, sampling="uniform"))
@@ -382,12 +384,14 @@ def choose_cohort(
     epochs: int = 1,
     *,
     now_s: float = 0.0,
-    busy: Container[int] = (),
+    busy: Collection[int] = (),
+    draw: int = 0,
 ) -> Cohort:
     """The cohort chosen by a selection rule among the devices that are online at `now_s`, and not `busy`.
 
-    All draws depend only on the selection seed, stage, round and client.
+    All draws depend only on the selection seed, stage, round and client, and on the number of the round's `draw`.
     """
+    places = (stage, round_, draw) if draw else (stage, round_)
     seed, availability = world.config.seed_for("selection"), world.availability
 
     def available(client_id: int) -> bool:
@@ -400,7 +404,7 @@ def choose_cohort(
         round=round_,
         size=size,
         eligible=eligible,
-        rng=stream(seed, "select", stage, round_),
+        rng=stream(seed, "select", *places),
         always=not busy
         and availability is None
         and world.devices is None
@@ -415,11 +419,12 @@ def choose_cohort(
         sizes_of=lambda client_ids: world.data.sizes("train")[client_ids],
     )
     cohort = select(choice, rule)
-    if availability is None or len(cohort.client_ids) >= min(size, len(eligible)):
+    if (availability is None and not busy) or len(cohort.client_ids) >= min(size, len(eligible) - len(busy)):
         return cohort
-    # Where few are online, draws among all clients find too few of them: those that are online are listed instead.
-    online = choice.among(availability.on_of(eligible, now_s))
-    return select(replace(online, rng=stream(seed, "select", stage, round_)), rule)
+    # Where few are online and free, draws among all clients find too few of them: these are listed instead.
+    free = np.setdiff1d(eligible, [*busy]) if busy else eligible
+    listed = choice.among(free if availability is None else availability.on_of(free, now_s))
+    return select(replace(listed, rng=stream(seed, "select", *places)), rule)
 
 
 def simulated_devices(
@@ -554,6 +559,7 @@ class Selection:
         now_s: float,
         size: int | None = None,
         busy: Collection[int] = (),
+        draw: int = 0,
     ) -> Cohort:
         """The cohort of a round, given the run's JSON values and the simulated time before it.
 
@@ -573,6 +579,7 @@ class Selection:
             epochs=self.epochs,
             now_s=now_s,
             busy=busy,
+            draw=draw,
         )
 
     def after_round(

@@ -154,11 +154,12 @@ def stages(config: FLoRAConfig, world: World) -> list[Stage]:
         missed_bytes = sizes.missed(data.get(STACKS, []), data.get(SEEN, {}).get(str(client_id), 0))
         return SendStack(**vars(task), pairs=pairs, scale=space.adapter_scale, missed_bytes=missed_bytes)
 
-    def after(state: RunState, _plan: Plan, result: RoundResult) -> RunState:
+    def after(state: RunState, plan: Plan, result: RoundResult) -> RunState:
         answered = [r for r in result.client_results if r.client_id is not None and r.status == "ok"]
         ranks = sum(space.ranks[parse_architecture(r.architecture or "")[0]] for r in answered)
         stack = ranks * sizes.per_rank if len(answered) >= config.train.min_contributors else 0
-        seen = {**state.data.get(SEEN, {}), **{str(r.client_id): state.round for r in answered}}
+        begun = {a.client_id: a.round for a in plan.assignments}
+        seen = {**state.data.get(SEEN, {}), **{str(r.client_id): begun[r.client_id] for r in answered}}
         return state.with_data(STACKS, [*state.data.get(STACKS, []), stack]).with_data(SEEN, seen)
 
     return tier_stages(

@@ -52,7 +52,7 @@ Penalty = Annotated[float, ZERO_OR_MORE, "Oort: alpha, the exponent for clients 
 Preferred = Annotated[float, PART, "Oort: T at first, as a quantile of the durations; 1: no T"]
 
 
-@declares(SelectionTraits(needs_loss_norm=True))
+@declares(SelectionTraits(needs_loss_norm=True, same_round=True))
 def oort(
     choice: Choice,
     *,

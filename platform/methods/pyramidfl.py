@@ -22,7 +22,7 @@ from fedloom.platform.settings import BELOW_ONE, ZERO_OR_MORE
 from fedloom.tiers.devices import TRAINING_FACTOR
 
 
-@declares(SelectionTraits(needs_loss_norm=True, shortens_updates=True))
+@declares(SelectionTraits(needs_loss_norm=True, shortens_updates=True, same_round=True))
 def pyramidfl(
     choice: Choice,
     *,

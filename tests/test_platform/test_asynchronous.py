@@ -1,5 +1,7 @@
 """Rounds that end with their first answers: by hand, beside a slow reference, their limits, and what is refused."""
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +17,9 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState, TrainingStage
-from fedloom.platform.federation.asynchronous import Flight, next_events
+from fedloom.platform.federation.asynchronous import Begun, Flight, next_events
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
@@ -95,6 +98,27 @@ def test_two_rounds_of_the_queue_by_hand() -> None:
 def test_who_is_lost_makes_room_and_is_no_answer() -> None:
     ended = next_events([], [1, 2, 3], begins(lost=[1], absent=[2]), now_s=0.0, concurrency=1, arrivals=1)
     assert [(f.client_id, f.ends_s, f.answers) for f in ended.events] == [(1, 1.0, False), (3, 2.0, True)]
+
+
+def test_others_are_drawn_while_answers_are_missing() -> None:
+    """1 and 2 are lost after a second each; 3 is drawn then, and answers."""
+    asked: list[tuple[float, int]] = []
+
+    def more(now_s: float, count: int) -> list[int]:
+        asked.append((now_s, count))
+        return [len(asked) + 1]
+
+    ended = next_events([], [1], begins(lost=[1, 2]), now_s=0.0, concurrency=1, arrivals=1, more=more)
+    assert [(f.client_id, f.ends_s, f.answers) for f in ended.events] == [(1, 1, False), (2, 2, False), (3, 3, True)]
+    assert asked == [(1.0, 1), (2.0, 1)]
+
+
+def test_a_cohort_is_kept_with_all_that_it_asks_of_clients() -> None:
+    cohort = Cohort((3, 5), 0.25, "own", {5: "late"}, {}, {3: 2}, {5: 0.5})
+    begun = Begun.of(json.loads(json.dumps(Begun([cohort, Cohort((7,))], {"served": 1}).stored())))
+    assert begun.cohorts[0] == cohort
+    assert (begun.cohorts[1].client_ids, math.isnan(begun.cohorts[1].probability)) == ((7,), True)
+    assert begun.data == {"served": 1}
 
 
 @given(st.permutations([0, 1, 2, 3]), st.integers(1, 4), st.integers(1, 4))
@@ -195,6 +219,16 @@ def test_over_selection_counts_the_fastest_and_what_the_others_cost(tiny_config:
         assert (row["clients_planned"], row["clients_ok"]) == (5, 3)
 
 
+def test_a_round_has_its_answers_although_devices_drop_out(tiny_config: Make, run_in_memory: Any) -> None:
+    lossy = replace(SLOW_AND_FAST, dropout=0.5)
+    config = federation(tiny_config, lossy, asynchronous="fedbuff", arrivals=2, clients_per_round=3)
+    _, memory, _ = run_in_memory(config)
+    rows = memory.table("clients")
+    assert memory.table("rounds")["clients_ok"].tolist() == [2, 2, 2, 2]
+    assert (rows["status"] == "dropped").sum() > 2
+    assert not rows.duplicated(["round", "client_id"]).any()
+
+
 def test_clients_whose_weights_are_too_old_are_told_to_stop(tiny_config: Make, run_in_memory: Any) -> None:
     slow = DevicesConfig(macs_per_s=[2e6, 3e7])
     config = federation(tiny_config, slow, asynchronous="fedasync", arrivals=1, max_staleness=1, rounds=8)
@@ -205,6 +239,9 @@ def test_clients_whose_weights_are_too_old_are_told_to_stop(tiny_config: Make, r
     assert set(stale["staleness"]) == {2}
     assert set(stale["error"]) == {"what it received is over 1 rounds old (max_staleness)"}
     assert stale["loss"].isna().all()
+    told = memory.table("rounds")["simulated_s"].cumsum()
+    assert (stale["ended_s"] == [told[round_ - 1] for round_ in stale["round"]]).all()
+    assert (stale["bytes_up"] == 0).any(), "some are told before they send"
 
 
 def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
@@ -230,8 +267,16 @@ def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
     [
         (
             {"arrivals": 5},
-            "method.train.arrivals=5: only 4 clients are at work in a round (clients_per_round); lower it, or raise "
-            "these",
+            "method.train.arrivals=5: only 4 clients are at work in a round; lower it",
+        ),
+        (
+            {"asynchronous": "fedbuff", "arrivals": 9},
+            "method.train.arrivals=9: only 8 clients are there, who begin at most once in a round; lower it",
+        ),
+        (
+            {"asynchronous": "fedbuff", "arrivals": 2, "selection": "oort"},
+            "method.train.asynchronous=fedbuff and method.train.selection=oort, which learns from the answers of the "
+            "round before: they come later; use another selection rule",
         ),
         (
             {"asynchronous": "fedbuff"},
