@@ -55,7 +55,8 @@ def run(
     """Runs a preset to its end with changed configuration values, as `fedloom run` does, and returns the run.
 
     Values are those of the command line: `data={"alpha": 0.1}`, or by dotted keys `**{"data.alpha": 0.1}`. Prints a
-    line per round unless it is `quiet`; `on_round` is called after every round is stored.
+    line per round unless it is `quiet`; `on_round` is called after every round is stored;
+    what it raises interrupts the run and is raised here.
 
     Raises, with the line that the command prints: ValueError where the command exits with 2, before anything is
     written; RunFailedError if the run fails or cannot go on; KeyboardInterrupt if it is interrupted.
@@ -72,6 +73,8 @@ def run(
             end = launch(config, view)
     finally:
         torch.set_num_threads(threads)  # a serial run sets that of this process
+    if view.error is not None:
+        raise view.error
     if end.kind in ("interrupted", "detached"):
         raise KeyboardInterrupt(how_it_ended(end, config.results))
     if end.kind != "done":
@@ -130,11 +133,17 @@ class _View(RunView):
     def __init__(self, quiet: bool, on_round: Callable[[RoundProgress], None] | None) -> None:
         super().__init__(as_json=quiet)
         self._on_round = on_round
+        self.error: Exception | None = None
 
     def round(self, progress: RoundProgress) -> None:
         super().round(progress)
-        if self._on_round is not None:
+        if self._on_round is None:
+            return
+        try:
             self._on_round(progress)
+        except Exception as error:  # the caller's code may fail in any way; `run` raises it again
+            self.error = error
+            raise KeyboardInterrupt from error
 
 
 @contextmanager
@@ -283,7 +292,7 @@ class StartedRun(Run):
 def load(results: str | Path = "results", runs: Sequence[str] | None = None) -> list[Run]:
     """The runs in a folder or at a URL, the earliest first: all, or those with these ids, names or tags.
 
-    Raises ValueError for an unknown run, and if there are none.
+    Runs of one second are in no order. Raises ValueError for an unknown run, and if there are none.
     """
     return [Run(paths.run_id, str(results)) for paths in paths_of(results, runs)]
 

@@ -33,7 +33,7 @@ def test_importing_fedloom_imports_neither_torch_nor_ray() -> None:
     code = "import sys, fedloom; assert 'run' in dir(fedloom); assert not {'torch', 'ray', 'pandas'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="module 'fedloom' has no attribute 'runs'"):
-        fl.runs  # type: ignore[attr-defined] # noqa: B018
+        fl.runs  # noqa: B018
 
 
 def test_a_run_has_the_bits_of_the_command_and_its_files_as_values(
@@ -46,8 +46,8 @@ def test_a_run_has_the_bits_of_the_command_and_its_files_as_values(
     assert capsys.readouterr().out == ""
     assert on_the_command_line(tmp_path, "heterofl_digits", {**TINY, "seed": 3}) == 0
     assert rounds[:2] == [0, 1]
-    first, second = fl.load(tmp_path)
-    assert (first, first.status, second.status) == (run, "done", "done")
+    (second,) = (each for each in fl.load(tmp_path) if each != run)
+    assert (run.status, second.status) == ("done", "done")
     assert [each.id for each in fl.load(tmp_path, second.id)] == [second.id]
     assert run.config["seeds"] == second.config["seeds"]
     assert [len(run.rounds), len(run.clients)] == [len(second.rounds), len(second.clients)]
@@ -59,10 +59,17 @@ def test_a_run_has_the_bits_of_the_command_and_its_files_as_values(
     assert stored.keys() == weights.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in stored.items())
     assert not small.training
-    other = fl.run("heterofl_digits", **TINY, **{"data.alpha": 0.1}, seed=3, results=tmp_path, quiet=True)
+    other = fl.run("heterofl_digits", **{**TINY, "data.alpha": 0.1}, seed=3, results=tmp_path, quiet=True)
     assert {*fl.compare("data.alpha", tmp_path, [run.id, other.id])["value"]} == {"0.1", "1.0"}
     with pytest.raises(ValueError, match=r"no tier 'tier9' in this run: its tiers are tier1, "):
         run.model("tier9")
+
+
+def test_an_error_after_a_round_interrupts_the_run_and_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fl.run("fedavg_digits", **TINY, results=tmp_path, quiet=True, on_round=lambda done: done.round / 0)
+    (run,) = fl.load(tmp_path)
+    assert (run.status, len(run.rounds)) == ("interrupted", 1)
 
 
 @pytest.mark.parametrize(
