@@ -17,7 +17,7 @@ from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.averaging.aggregators import AGGREGATORS
 from fedloom.platform.averaging.attacks import ATTACKS
 from fedloom.platform.averaging.processors import PROCESSORS
-from fedloom.platform.averaging.server import SERVER_RULES
+from fedloom.platform.averaging.server import ARRIVAL_RULES, SERVER_RULES
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES
 from fedloom.platform.clients.local_rules import LOCAL_RULES
 from fedloom.platform.clients.objectives import OBJECTIVES
@@ -51,6 +51,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     WEIGHTING_RULES,
     SERVER_RULES,
     AGGREGATORS,
+    ARRIVAL_RULES,
     PROCESSORS,
     ATTACKS,
     HEURISTICS,

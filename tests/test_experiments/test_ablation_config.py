@@ -37,6 +37,7 @@ def test_every_ready_made_ablation_is_read_under_its_own_name(name: str) -> None
     three = (
         *("superfed_alpha", "superfed_participation", "optimisers", "supernet_optimisers", "selection"),
         *("methods", "methods_cifar10", "idle_momentum", "compression", "robust", "shrinking"),
+        *("asynchronous", "asynchronous_slices"),
         *("personal", "systems", "fedmask"),
     )
     many = 4 if name == "fedoras_alpha" else 3 if name in three else 2
