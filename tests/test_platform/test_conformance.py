@@ -81,7 +81,7 @@ JUDGED: tuple[tuple[str, Mapping[str, float], float, set[str]], ...] = (
 """Aggregators with options, the share of attackers among the clients, and the laws that they break."""
 
 
-@pytest.mark.parametrize(("rule", "options", "withstands", "broken"), JUDGED, ids=str)
+@pytest.mark.parametrize(("rule", "options", "withstands", "broken"), JUDGED)
 def test_built_in_aggregators_obey_all_laws_but_those_named(
     rule: str, options: Mapping[str, float], withstands: float, broken: set[str]
 ) -> None:
