@@ -317,20 +317,11 @@ def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
     Nobody tells the server, which waits for it as for one that drops out.
     """
     assert assignment.offline_s is not None
-    download, computation, upload = done_by(
-        assignment.profile, _weighed_macs(done), done.bytes_down, done.bytes_up, assignment.offline_s
-    )
     error = f"the device went offline after {assignment.offline_s:.6g} s, its work takes {done.simulated_s:.6g} s"
     return replace(
-        done,
+        _spent(assignment, done, assignment.offline_s),
         status="dropped",
         error=error,
-        samples=0,
-        steps=0,
-        macs=done.macs * computation,
-        forward_macs=done.forward_macs * computation,
-        bytes_down=round(done.bytes_down * download),
-        bytes_up=round(done.bytes_up * upload),
         loss=None,
         metric=None,
         loss_norm=None,
@@ -347,17 +338,21 @@ def _ignored(worker: Worker, assignment: Assignment, status: str, why: str, unti
     simulated_s = simulated_time_s(assignment, counted)
     if simulated_s <= until_s:
         return replace(result, simulated_s=simulated_s)
-    costs = counted.bytes_down, counted.bytes_up
-    download, computation, upload = done_by(assignment.profile, _weighed_macs(counted), *costs, until_s)
+    return replace(_spent(assignment, result, until_s), simulated_s=until_s)
+
+
+def _spent(assignment: Assignment, whole: ClientResult, until_s: float) -> ClientResult:
+    """The result of whole work with what it has cost after `until_s` simulated seconds, when it is broken off."""
+    amounts = _weighed_macs(whole), whole.bytes_down, whole.bytes_up
+    download, computation, upload = done_by(assignment.profile, *amounts, until_s)
     return replace(
-        result,
+        whole,
         samples=0,
         steps=0,
-        macs=counted.macs * computation,
-        forward_macs=counted.forward_macs * computation,
-        bytes_down=round(counted.bytes_down * download),
-        bytes_up=round(counted.bytes_up * upload),
-        simulated_s=until_s,
+        macs=whole.macs * computation,
+        forward_macs=whole.forward_macs * computation,
+        bytes_down=round(whole.bytes_down * download),
+        bytes_up=round(whole.bytes_up * upload),
     )
 
 

@@ -403,12 +403,12 @@ class TrainingStage:
             cohort = self.selection.cohort(index, state.data, starts_s, size, busy)
             begun = self._begun(state, cohort)
             assignments, answers = self.asynchronous.plan(
-                *(index, starts_s, state.data, cohort, busy),
+                *(index, starts_s, state.data, cohort),
                 partial(self.selection.cohort, index, state.data),
                 partial(self._begun_in, state, cohort, begun),
             )
             if self.asynchronous.rule is not None:
-                received = partial(self._received, state, group)
+                received = {name: state.weights(name or group) for name in (None, *self._older(state))}
                 counted = self.asynchronous.counted(state.weights(self.group), received)
                 answers = replace(answers, counted=counted)
         executor, local = world.config.executor, self._local_sgd(index)
@@ -485,10 +485,6 @@ class TrainingStage:
     def _received_group(self, state: RunState) -> str:
         """The name of the tensors that clients receive."""
         return self.sent_group if self.sent_group in state.groups else self.group
-
-    def _received(self, state: RunState, present: str, group: str) -> Weights:
-        """The tensors of the group that a client has received; no name stands for the present round's."""
-        return state.weights(group or present)
 
     def _older(self, state: RunState) -> list[str]:
         """The names of the tensors that clients have received in earlier rounds."""

@@ -204,7 +204,6 @@ class Asynchronous:
         now_s: float,
         data: Mapping[str, Any],
         cohort: Cohort,
-        busy: Collection[int],
         draw: Callable[[float, int, Collection[int], int], Cohort],
         assignments: Callable[[int, Cohort, Mapping[str, Any]], Mapping[int, Assignment]],
     ) -> tuple[list[Assignment], Answers]:
@@ -219,7 +218,7 @@ class Asynchronous:
         begun = {int(number): Begun.of(stored) for number, stored in data.get(BEGUN, {}).items()}
         kept = {name: value for name, value in data.items() if name not in (AT_WORK, BEGUN, HISTORY, MEMORY)}
         self._begun = {number: made for number, made in self._begun.items() if number in begun}
-        cohorts, taken = [cohort], {*busy, *cohort.client_ids}
+        cohorts, taken = [cohort], {*(f.client_id for f in (*at_work, *stale)), *cohort.client_ids}
         begun[round_] = Begun(cohorts, kept)
         for number, (of_round, values) in begun.items():
             if number not in self._begun:
@@ -284,14 +283,17 @@ class Asynchronous:
                 *(self.key, round_ + 1, answers, self.arrivals),
             )
 
-    def counted(self, old: Weights, weights: Callable[[str], Weights]) -> Callable[[Assignment, Update], Update]:
-        """What the server averages of an update, given its weights, and those that clients have received by group."""
+    def counted(self, old: Weights, received: Mapping[str | None, Weights]) -> Callable[[Assignment, Update], Update]:
+        """What the server averages of an update, given its weights, and those that clients have received by group.
+
+        None is the group of the present round.
+        """
         rule = self.rule
         assert rule is not None, "clients that are not waited for send nothing"
 
         def counted(assignment: Assignment, update: Update) -> Update:
             assert assignment.staleness is not None, "it was planned here"
-            return arrived(update, rule, old, weights(assignment.reads or ""), assignment.staleness)
+            return arrived(update, rule, old, received[assignment.reads], assignment.staleness)
 
         return counted
 
