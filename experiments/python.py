@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 from fedloom.actors.address import before_ray
 from fedloom.experiments import analysis
 from fedloom.experiments.analysis.tables import paths_of
+from fedloom.experiments.passed import check_current, named_values
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
@@ -30,7 +31,8 @@ from fedloom.platform.results.files import read_json
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.status import Status, read_status
 from fedloom.platform.results.tables import read_runs
-from fedloom.platform.words import naming, shown
+from fedloom.platform.runs.run_files import sources_of
+from fedloom.platform.words import naming
 
 if TYPE_CHECKING:
     from fedloom.experiments.report.pages import ReportFiles
@@ -63,16 +65,18 @@ def run(
     """
     if not quiet:
         tell_at_once("preparing the run")
-    _, config = _composed(experiment, changes)
-    before_ray(config.ray.address)
-    from fedloom.experiments.runs.launch import launch  # imports Ray
-
     view, threads = _View(quiet, on_round), torch.get_num_threads()
-    try:
-        with _in_one_line(config.results):
-            end = launch(config, view)
-    finally:
-        torch.set_num_threads(threads)  # a serial run sets that of this process
+    with _composed(experiment, changes) as (_, config):
+        before_ray(config.ray.address)
+        from fedloom.experiments.runs.launch import launch  # imports Ray
+
+        try:
+            with _in_one_line(config.results):
+                end = launch(config, view)
+        finally:
+            torch.set_num_threads(threads)  # a serial run sets that of this process
+        if end.kind == "refused":
+            raise ValueError(how_it_ended(end, config.results))
     if view.error is not None:
         raise view.error
     if end.kind in ("interrupted", "detached"):
@@ -89,38 +93,46 @@ def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
 
     Values are those of `run`. Raises ValueError or RunFailedError for a run that does not begin.
     """
-    overrides, config = _composed(experiment, changes)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fedloom.experiments", "run", *overrides],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None, "it is a pipe"
     lines: deque[str] = deque(maxlen=MOST_LINES)
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("run "):
-                break
-        else:
-            raise _error(process.wait(), _complaint(lines))
-    except KeyboardInterrupt:
-        process.terminate()
-        raise
+    with _composed(experiment, changes) as (overrides, config):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedloom.experiments", "run", *overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            # Code of one's own is imported from where this process imports it.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)},
+        )
+        assert process.stdout is not None, "it is a pipe"
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("run "):
+                    break
+            else:
+                raise _error(process.wait(), _complaint(lines))
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
     # What the process prints is read until its end, so that it never waits for a reader.
     reader = threading.Thread(target=lines.extend, args=[process.stdout], daemon=True)
     reader.start()
     return StartedRun(line.split()[1], config.results, process, lines, reader)
 
 
-def _composed(experiment: str | None, changes: Mapping[str, Any]) -> tuple[list[str], RunConfig]:
+@contextmanager
+def _composed(experiment: str | None, changes: Mapping[str, Any]) -> Iterator[tuple[list[str], RunConfig]]:
+    """The overrides and the configuration; if the block refuses it, by ValueError, nothing of it is left."""
     preset = [] if experiment is None else [f"experiment={experiment}"]
-    with _in_one_line():
-        overrides = last_values([*preset, *overrides_of(changes)])
-        return overrides, compose_config(overrides)
+    with ExitStack() as stack:
+        with _in_one_line():
+            values = stack.enter_context(named_values(changes))
+            overrides = last_values([*preset, *overrides_of(values)])
+            config = compose_config(overrides)
+            check_current(sources_of(config))
+        yield overrides, config
 
 
 def _complaint(lines: Iterable[str]) -> str:
@@ -164,7 +176,7 @@ def _error(exit_code: int, line: str) -> Exception:
 
 
 def overrides_of(changes: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Nested or dotted configuration values as `key=value`; ValueError for a value that no configuration holds."""
+    """Nested or dotted configuration values as `key=value`."""
     texts: list[str] = []
     for name, value in changes.items():
         key = f"{prefix}{name}"
@@ -173,18 +185,8 @@ def overrides_of(changes: Mapping[str, Any], prefix: str = "") -> list[str]:
         elif key in GROUPS and isinstance(value, str):
             texts.append(f"{key}={value}")
         else:
-            texts.append(f"{key}={_text(key, value)}")
+            texts.append(f"{key}={override_text(_plain(value))}")
     return texts
-
-
-def _text(key: str, value: Any) -> str:
-    try:
-        return override_text(_plain(value))
-    except TypeError as error:
-        raise ValueError(
-            f"{key}={shown(value, repr)}: give a number, text, True, False or None, or a list or dictionary of these; "
-            "code of your own is given by its import path, module:name"
-        ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -95,7 +95,7 @@ def test_errors_are_the_lines_of_the_command(
     assert (tmp_path / "python").exists() is (error is not ValueError)
 
 
-def test_values_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
+def test_values_of_python_are_those_of_the_command_line() -> None:
     values = {"data": {"alpha": np.float32(0.5), "options": {}}, "seeds.data": np.int64(3), "tags": ("a", "b c")}
     assert overrides_of(values) == ["data.alpha=0.5", "data.options={}", "seeds.data=3", 'tags=[a,"b c"]']
     assert overrides_of({"experiment": Path("mine.yaml"), "dry_run": True, "name": None}) == [
@@ -104,9 +104,9 @@ def test_values_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
         "name=null",
     ]
     with pytest.raises(
-        ValueError, match=r"^space.build=<function .*: give a number, text, .* import path, module:name$"
+        ValueError, match=r"^data.alpha=\{1\}: give a number, text, .* a network or a data set of one's own$"
     ):
-        fl.run("fedavg_digits", space={"build": overrides_of}, results=tmp_path)
+        fl.run("fedavg_digits", data={"alpha": {1}})
 
 
 def test_a_started_run_is_watched_stopped_and_tells_how_it_failed(tmp_path: Path) -> None:
