@@ -43,17 +43,15 @@ _DIGITS = 16
 
 
 @contextmanager
-def named_values(changes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The values by dotted keys, with names for what was passed as it is, whose files are written.
+def names_in(changes: Mapping[str, Any]) -> Iterator["Names"]:
+    """What these values are called; `values` are those of the configuration.
 
-    They are removed again if the block raises ValueError: it refuses the run. Raises ValueError for what cannot be
-    passed, with what to do.
+    Files are written as names are asked for, and removed again if the block raises ValueError: it refuses the run.
     """
     flat = dict(_flat(changes))
-    folder = local_root(str(flat.get("results", "results"))) / FOLDER
-    names = _Names(folder, has_space=isinstance(flat.get("space.name"), str))
+    names = Names(flat, local_root(str(flat.get("results", "results"))) / FOLDER)
     try:
-        yield {name: v for key, value in flat.items() for name, v in names.of(key, value).items()}
+        yield names
     except ValueError:
         names.remove()
         raise
@@ -103,13 +101,25 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | bool | int | float | np.generic | np.ndarray | os.PathLike)
 
 
-class _Names:
-    def __init__(self, folder: Path, *, has_space: bool) -> None:
-        self._folder, self._has_space = folder, has_space
+class Names:
+    """Names for what is passed as it is, beside other values by dotted keys; files go into a folder."""
+
+    def __init__(self, flat: Mapping[str, Any], folder: Path) -> None:
+        self._flat, self._folder = flat, folder
+        self._has_space = isinstance(flat.get("space.name"), str)
         self._written: list[Path] = []
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The plain values of a configuration by dotted keys; ValueError, with what to do, for what has no name."""
+        return {name: v for key, value in self._flat.items() for name, v in self.of(key, value).items()}
+
     def of(self, key: str, value: Any) -> dict[str, Any]:
-        """The keys and values that stand for a value."""
+        """The keys and plain values that stand for the value of a key, or of a group of keys."""
+        if isinstance(value, Mapping) and value:
+            return {
+                n: v for inner, each in _flat(value, f"{key}." if key else "") for n, v in self.of(inner, each).items()
+            }
         if is_plain(value):
             return {key: value}
         if key in _DATA and (arrays := _arrays(key, value)) is not None:

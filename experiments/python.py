@@ -17,8 +17,16 @@ import torch
 
 from fedloom.actors.address import before_ray
 from fedloom.experiments import analysis
-from fedloom.experiments.analysis.tables import paths_of
-from fedloom.experiments.passed import check_current, named_values
+from fedloom.experiments.ablation.config import (
+    NOT_AXES,
+    PREFIX,
+    AblationConfig,
+    check_ablation,
+    load_ablation_config,
+)
+from fedloom.experiments.ablation.plan import plan_of
+from fedloom.experiments.analysis.tables import METRIC, paths_of
+from fedloom.experiments.passed import Names, called, check_current, is_plain, names_in
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
@@ -30,18 +38,24 @@ from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.files import read_json
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.status import Status, read_status
+from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.runs.run_files import sources_of
+from fedloom.platform.runs.source_code import plugin_sources
+from fedloom.platform.settings import validated
 from fedloom.platform.words import naming
 
 if TYPE_CHECKING:
     from fedloom.experiments.report.pages import ReportFiles
+    from fedloom.experiments.store.ablations import Ablation as Plan
 
-__all__ = ["Run", "RunFailedError", "StartedRun", "compare", "load", "run", "start"]
+__all__ = ["Ablation", "Run", "RunFailedError", "StartedRun", "ablate", "compare", "load", "run", "start"]
 
 
 MOST_LINES = 1000
 """Lines of a started run's output that are remembered."""
+RANGES = frozenset({"uniform", "log_uniform", "integers"})
+"""What an axis of a random search has instead of values."""
 END_S = 5.0
 """Seconds for the last lines of a process that has ended."""
 
@@ -88,6 +102,98 @@ def run(
     return Run(end.run_id, config.results)
 
 
+def ablate(
+    experiment: str | None = None,
+    /,
+    over: Mapping[str, Any] | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    ablation: str | Path | Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **changes: Any,
+) -> "Ablation":
+    """Runs a preset over values and seeds, as `fedloom ablate` does, and returns the ablation.
+
+    `over` has for each varied key its values, `{"data.alpha": [0.1, 1.0]}`, or settings by name that change several
+    keys, `{"rule": {"none": {}, "prox": {"method.train.local_rule": "fedprox"}}}`, or for a random search a range,
+    `{"method.train.lr": {"log_uniform": [0.01, 1]}}` with `ablation={"search": {"kind": "random"}}`. Or `ablation`
+    names a preset or YAML file that says so; as a dictionary it has further keys `ablation.*`, such as `figures`. Other
+    values are those of `run`, for all trials. Without actors (`executor={"kind": "serial"}`) trials run one after the
+    other in this process, otherwise as many at once as fit.
+
+    Raises ValueError, RunFailedError and KeyboardInterrupt as `run` does; the latter two with what continues it.
+    """
+    if not quiet:
+        tell_at_once("planning the ablation")
+    for key in ("seed", "name"):
+        if key in changes:
+            raise ValueError(f"{key}={changes[key]}: {NOT_AXES[key]}")
+    preset = [] if experiment is None else [f"experiment={experiment}"]
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        with _in_one_line():
+            names = stack.enter_context(names_in(changes))
+            common = [*preset, *overrides_of(names.values)]
+            name, definition, named = _definition(names, over, seeds, ablation)
+            plan = plan_of(name, definition, common, named=named)
+            check_current(plugin_sources([trial.config for trial in plan.trials]))
+        before_ray(plan.trials[0].config["ray"]["address"])
+        from fedloom.experiments.ablation.command import complaints, run_here  # imports Ray
+
+        results = str(plan.trials[0].config["results"])
+        try:
+            with _in_one_line(results):
+                end = run_here(plan, results, quiet=quiet)
+        finally:
+            torch.set_num_threads(threads)
+    if end.kind != "done":
+        *lines, last = complaints(end, results)
+        line = "; ".join([*lines[:1], last])
+        raise KeyboardInterrupt(line) if end.kind == "interrupted" else RunFailedError(line)
+    return Ablation(plan.ablation_id, results)
+
+
+def _definition(
+    names: Names,
+    over: Mapping[str, Any] | None,
+    seeds: Sequence[int] | None,
+    ablation: str | Path | Mapping[str, Any] | None,
+) -> tuple[str, AblationConfig, str]:
+    """The name and definition of an ablation, and what errors call it."""
+    if isinstance(ablation, str | Path):
+        if over:
+            raise ValueError(f"give either over= or ablation={ablation}, which has axes of its own")
+        varied = [] if seeds is None else [f"{PREFIX}seeds={list(seeds)}"]
+        return *load_ablation_config(str(ablation), varied), f"ablation={ablation}"
+    if not over and not (ablation or {}).get("axes"):
+        raise ValueError('give what is varied: over={"data.alpha": [0.1, 1.0]}, or ablation="alpha"')
+    axes = dict(_axis(names, key, values) for key, values in (over or {}).items())
+    if len(axes) < len(over or {}):
+        raise ValueError(f"over={[*(over or {})]}: two of these keys end alike: vary them as settings by name")
+    axes |= (ablation or {}).get("axes", {})
+    values = {**(ablation or {}), "axes": axes, **({} if seeds is None else {"seeds": list(seeds)})}
+    definition: AblationConfig = validated(AblationConfig, values, PREFIX)
+    check_ablation(definition)
+    return "-".join(axes)[:40], definition, f"over={[*(over or {})]}"
+
+
+def _axis(names: Names, key: str, values: Any) -> tuple[str, dict[str, Any]]:
+    """The name of an axis, and its definition."""
+    name = key.rpartition(".")[2]
+    if isinstance(values, Mapping) and values.keys() <= RANGES:
+        return name, {"key": key, **values}
+    if isinstance(values, Mapping) and all(isinstance(changes, Mapping) for changes in values.values()):
+        return name, {"settings": {label: names.of("", c) if c else {} for label, c in values.items()}}
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"over={{{key!r}: {values!r}}}: give a list of values, or settings by name, as dictionaries")
+    values = _plain([*values])
+    if is_plain(values):
+        return name, {"key": key, "values": values}
+    labels = [str(v) if is_plain(v) else called(v) for v in values]
+    unique = [f"{label}-{i}" if labels.count(label) > 1 else label for i, label in enumerate(labels, 1)]
+    return name, {"settings": {label: names.of(key, v) for label, v in zip(unique, values, strict=True)}}
+
+
 def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
     """Starts a run in a process of its own, where it goes on also after this one, and returns as soon as it has begun.
 
@@ -128,8 +234,8 @@ def _composed(experiment: str | None, changes: Mapping[str, Any]) -> Iterator[tu
     preset = [] if experiment is None else [f"experiment={experiment}"]
     with ExitStack() as stack:
         with _in_one_line():
-            values = stack.enter_context(named_values(changes))
-            overrides = last_values([*preset, *overrides_of(values)])
+            names = stack.enter_context(names_in(changes))
+            overrides = last_values([*preset, *overrides_of(names.values)])
             config = compose_config(overrides)
             check_current(sources_of(config))
         yield overrides, config
@@ -259,6 +365,48 @@ class Run:
 
     def _paths(self, *, tensors: bool = False) -> RunPaths:
         return find_run(fetch(self.results, [self.id], tensors=tensors), self.id)
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """An ablation, and what its trials have recorded so far; its id tells `fedloom report` and `ablate --resume`."""
+
+    id: str
+    results: str
+
+    @property
+    def runs(self) -> list[Run]:
+        """The trials that have begun, in the order of the plan."""
+        _, tables = self._loaded()
+        return [Run(paths.run_id, self.results) for paths in tables.paths]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per trial and final model: a column for each axis, the seed, and what was measured."""
+        plan, tables = self._loaded()
+        return analysis.ablation_frame(tables, plan)
+
+    def compare(self, *axes: str, measure: str = METRIC) -> pd.DataFrame:
+        """One row per setting of these axes (all, if none is named) and model: the mean of a measure over the seeds.
+
+        Columns are those of `analysis.by_setting`, measures those of `analysis.MEASURES`.
+        """
+        plan, tables = self._loaded()
+        unknown = [axis for axis in axes if axis not in plan.axes]
+        if unknown:
+            raise ValueError(f"{self.id} has no axis {unknown[0]!r}; its axes are {', '.join(plan.axes)}")
+        return analysis.by_setting(analysis.ablation_frame(tables, plan), measure, axes or [*plan.axes])
+
+    def report(self, out: str | Path | None = None) -> "ReportFiles":
+        """Writes the ablation's report as `fedloom report` does; a notebook shows the page."""
+        from fedloom.experiments.report.ablation import write_ablation_report
+
+        plan, _ = self._loaded()
+        root = local_root(self.results)
+        return write_ablation_report(root, plan.ablation_id, None if out is None else Path(out))
+
+    def _loaded(self) -> "tuple[Plan, analysis.Tables]":
+        return analysis.load_ablation(self.results, self.id)
 
 
 @dataclass(frozen=True)

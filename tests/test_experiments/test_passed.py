@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import fedloom as fl
-from fedloom.experiments.passed import check_current, named_values
+from fedloom.experiments.passed import check_current, names_in
 from fedloom.platform.data.arrays import Arrays, read_npz
 from fedloom.platform.runs.source_code import sources_of
 from fedloom.platform.spaces.as_is import STRUCTURE, packed, stored
@@ -98,8 +98,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def names(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    with named_values({**changes, "results": tmp_path}) as values:
-        return {key: value for key, value in values.items() if key != "results"}
+    with names_in({**changes, "results": tmp_path}) as found:
+        return {key: value for key, value in found.values.items() if key != "results"}
 
 
 def test_code_is_called_by_its_import_path(own: Any, tmp_path: Path) -> None:
