@@ -1,9 +1,11 @@
 """fedloom from Python: starts runs and reads what they recorded, with the checks and the bits of the command line."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,7 +39,7 @@ from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.files import read_json
 from fedloom.platform.results.paths import RunPaths, find_run
-from fedloom.platform.results.status import Status, read_status
+from fedloom.platform.results.status import read_status
 from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.runs.run_files import sources_of
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from fedloom.experiments.report.pages import ReportFiles
     from fedloom.experiments.store.ablations import Ablation as Plan
 
-__all__ = ["Ablation", "Run", "RunFailedError", "StartedRun", "ablate", "compare", "load", "run", "start"]
+__all__ = ["Ablation", "Progress", "Run", "RunFailedError", "StartedRun", "ablate", "compare", "load", "run", "start"]
 
 
 MOST_LINES = 1000
@@ -225,7 +227,7 @@ def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
     # What the process prints is read until its end, so that it never waits for a reader.
     reader = threading.Thread(target=lines.extend, args=[process.stdout], daemon=True)
     reader.start()
-    return StartedRun(line.split()[1], config.results, process, lines, reader)
+    return StartedRun(line.split()[1], config.results, process, lines, reader, time.monotonic())
 
 
 @contextmanager
@@ -352,7 +354,10 @@ class Run:
         from fedloom.experiments.export.export import module_of
         from fedloom.experiments.export.selection import Wanted
 
-        return module_of(self._paths(tensors=True), Wanted(tier, target, architecture, model))
+        try:
+            return module_of(self._paths(tensors=True), Wanted(tier, target, architecture, model))
+        except ValueError as error:  # which names the command's options
+            raise ValueError(re.sub(r"--(tier|target|architecture|model)\b", r"\1", str(error))) from error
 
     def report(self, out: str | Path | None = None) -> "ReportFiles":
         """Writes the run's report as `fedloom report` does; a notebook shows the page."""
@@ -410,17 +415,43 @@ class Ablation:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    `state` and `message` are those of the status; rounds are the stage's. `fraction` is the share of the whole run's
+    time that is over, or while nobody knows how long it takes of the stage's rounds; `left_s` is then None.
+    """
+
+    state: str
+    message: str
+    stage: str
+    round: int
+    rounds_total: int
+    fraction: float
+    left_s: float | None
+
+
+@dataclass(frozen=True)
 class StartedRun(Run):
     """A run in a process of its own."""
 
     _process: "subprocess.Popen[str]" = field(repr=False, compare=False)
     _lines: deque[str] = field(repr=False, compare=False)
     _reader: threading.Thread = field(repr=False, compare=False)
+    _began_s: float = field(repr=False, compare=False)
 
     @property
-    def progress(self) -> Status:
-        """The stage and round in which the run is, and how it stands."""
-        return read_status(self._paths().status)
+    def progress(self) -> Progress:
+        """How the run stands now."""
+        status = read_status(self._paths().status)
+        left_s = 0.0 if status.state == "done" else status.left_s if status.left_s >= 0 else None
+        over_s = time.monotonic() - self._began_s
+        by_rounds = status.round / max(1, status.rounds_total)
+        return Progress(
+            *(status.state, status.message, status.stage, status.round, status.rounds_total),
+            fraction=by_rounds if left_s is None else over_s / (over_s + left_s),
+            left_s=left_s,
+        )
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """The run when it has ended; RunFailedError as in `run`, TimeoutError if it goes on after `timeout_s`."""

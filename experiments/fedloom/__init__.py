@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedloom.experiments.python import (
         Ablation,
+        Progress,
         Run,
         RunFailedError,
         StartedRun,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
         start,
     )
 
-__all__ = ["Ablation", "Run", "RunFailedError", "StartedRun", "ablate", "compare", "load", "run", "start"]
+__all__ = ["Ablation", "Progress", "Run", "RunFailedError", "StartedRun", "ablate", "compare", "load", "run", "start"]
 
 if not (Path(__file__).parent / "platform").is_dir():
     # An editable install takes this file from the checkout's experiments/fedloom/; the other folders lie at its root.

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_a_run_has_the_bits_of_the_command_and_its_files_as_values(
     assert {*fl.compare("data.alpha", tmp_path, [run.id, other.id])["value"]} == {"0.1", "1.0"}
     with pytest.raises(ValueError, match=r"no tier 'tier9' in this run: its tiers are tier1, "):
         run.model("tier9")
+    with pytest.raises(ValueError, match=r"keeps several models: choose by model one of tier1-"):
+        run.model()
 
 
 def test_an_error_after_a_round_interrupts_the_run_and_is_raised(tmp_path: Path) -> None:
@@ -115,8 +118,14 @@ def test_a_started_run_is_watched_stopped_and_tells_how_it_failed(tmp_path: Path
     failing = fl.start("fedavg_digits", **long, **{"method.train.lr": 1e30})
     progress = run.progress
     assert (progress.state, progress.stage, progress.rounds_total) == ("running", "fedavg", 9999)
+    assert 0 <= progress.fraction < 0.5
     with pytest.raises(TimeoutError, match=rf"^run {run.id} goes on after 0.01 s$"):
         run.wait(0.01)
+    while run.progress.left_s is None:
+        time.sleep(0.05)
+    progress = run.progress
+    assert progress.left_s is not None
+    assert progress.left_s > 1
     assert run.stop().status == "interrupted"
     with pytest.raises(fl.RunFailedError, match=r"^run failed: the training diverged"):
         failing.wait()
