@@ -33,6 +33,7 @@ from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
 from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end, tell_at_once
+from fedloom.experiments.terminal.notebook import NotebookOutput, bar
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, RunFailedError
 from fedloom.platform.plugins import blaming_own
@@ -42,6 +43,7 @@ from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_runs
+from fedloom.platform.runs.logs import as_time
 from fedloom.platform.runs.run_files import sources_of
 from fedloom.platform.runs.source_code import plugin_sources
 from fedloom.platform.settings import validated
@@ -252,10 +254,18 @@ def _complaint(lines: Iterable[str]) -> str:
 class _View(RunView):
     def __init__(self, quiet: bool, on_round: Callable[[RoundProgress], None] | None) -> None:
         super().__init__(as_json=quiet)
-        self._on_round = on_round
+        self._on_round, self._began_s = on_round, time.monotonic()
         self.error: Exception | None = None
 
     def round(self, progress: RoundProgress) -> None:
+        output = self.console.file
+        if isinstance(output, NotebookOutput):
+            over_s = time.monotonic() - self._began_s
+            left_s = progress.left_s if progress.left_s is not None else progress.stage_left_s
+            whole = "" if progress.left_s is not None else f" of stage {progress.stage}"
+            share = (progress.round + 1) / progress.rounds_total if left_s is None else over_s / (over_s + left_s)
+            left = "" if left_s is None else f", {as_time(left_s)} left"
+            output.last_line = "" if left_s == 0 and not whole else bar(share, f"{share:.0%}{whole}{left}")
         super().round(progress)
         if self._on_round is None:
             return

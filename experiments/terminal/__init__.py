@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.experiments.terminal.notebook import NotebookOutput, in_notebook
 from fedloom.platform.words import NO_SUCH_PLACE, in_words, is_out_of_memory, printable, said
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ LOG_WIDTH = 110
 
 
 def console(quiet: bool = False) -> "Console":
-    """A console for the terminal, or for a log file with a width of `LOG_WIDTH` characters.
+    """A console for the terminal, for one output of a notebook's cell, or for a log of `LOG_WIDTH` characters' width.
 
     Text is printed as it is: brackets in a value or a message are no markup, and control characters are shown.
     """
@@ -95,6 +96,8 @@ def console(quiet: bool = False) -> "Console":
                 yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     settings: dict[str, Any] = {"highlight": False, "soft_wrap": True, "quiet": quiet, "markup": False, "emoji": False}
+    if in_notebook():
+        return PrintingConsole(**settings, file=NotebookOutput(), width=LOG_WIDTH, force_jupyter=False)
     terminal = PrintingConsole(**settings)
     return terminal if terminal.is_terminal else PrintingConsole(**settings, width=LOG_WIDTH)
 

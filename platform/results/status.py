@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from fedloom.platform.results.files import MOST_NOTE_BYTES, read_json, typed, write_atomically
 from fedloom.platform.results.lock import is_process, process_of, this_place, this_process
@@ -88,11 +88,11 @@ class StatusFile:
         left_s: float | None = None,
     ) -> None:
         """Writes the status at once; arguments that are None keep their previous value."""
-        values = {"stage": stage, "round": round, "rounds_total": rounds_total, "message": message}
-        values["left_s"] = left_s
+        told: dict[str, Any] = {"stage": stage, "round": round, "rounds_total": rounds_total}
+        values = {**told, "message": message, "left_s": left_s}
         changes = {name: value for name, value in values.items() if value is not None}
         with self._lock:
-            self._status = replace(self._status, state=state, **changes)  # type: ignore[arg-type]
+            self._status = replace(self._status, state=state, **changes)
             if state == "done":
                 self._status = replace(self._status, round=self._status.rounds_total)
             self._write()
