@@ -21,7 +21,7 @@ from fedloom.experiments.analysis.tables import paths_of
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
-from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end, tell_at_once
+from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, RunFailedError
 from fedloom.platform.plugins import blaming_own
@@ -61,26 +61,26 @@ def run(
     Raises, with the line that the command prints: ValueError where the command exits with 2, before anything is
     written; RunFailedError if the run fails or cannot go on; KeyboardInterrupt if it is interrupted.
     """
-    if not quiet:
-        tell_at_once("preparing the run")
-    _, config = _composed(experiment, changes)
-    before_ray(config.ray.address)
-    from fedloom.experiments.runs.launch import launch  # imports Ray
+    with _View(quiet, on_round) as view:
+        view.doing("preparing the run")
+        _, config = _composed(experiment, changes)
+        before_ray(config.ray.address)
+        from fedloom.experiments.runs.launch import launch  # imports Ray
 
-    view, threads = _View(quiet, on_round), torch.get_num_threads()
-    try:
-        with _in_one_line(config.results):
-            end = launch(config, view)
-    finally:
-        torch.set_num_threads(threads)  # a serial run sets that of this process
-    if view.error is not None:
-        raise view.error
-    if end.kind in ("interrupted", "detached"):
-        raise KeyboardInterrupt(how_it_ended(end, config.results))
-    if end.kind != "done":
-        raise _error(of_run_end(end.kind), how_it_ended(end, config.results))
-    if not quiet:
-        view.end(end, config.results)
+        threads = torch.get_num_threads()
+        try:
+            with _in_one_line(config.results):
+                end = launch(config, view)
+        finally:
+            torch.set_num_threads(threads)  # a serial run sets that of this process
+        if view.error is not None:
+            raise view.error
+        if end.kind in ("interrupted", "detached"):
+            raise KeyboardInterrupt(how_it_ended(end, config.results))
+        if end.kind != "done":
+            raise _error(of_run_end(end.kind), how_it_ended(end, config.results))
+        if not quiet:
+            view.end(end, config.results)
     return Run(end.run_id, config.results)
 
 

@@ -26,10 +26,10 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     stored = args.resume if args.resume is not None else args.retry_failed
     configured = str(ablation.trials[0].config["results"])
     results = args.results if stored is not None else configured if is_remote(configured) else Path(configured)
-    view = TerminalView(quiet=args.json)
-    view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
     try:
-        with _repeated_warnings_once():
+        with TerminalView(quiet=args.json) as view, _repeated_warnings_once():
+            view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
+            view.doing("checking the trials, then starting Ray")
             if stored is None:
                 end = start_ablation(ablation, results, view)
             else:
@@ -39,8 +39,6 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
         cause = " ".join(str(error).split())[:600]
         complain(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}")
         return INFRASTRUCTURE
-    finally:
-        view.close()
     _show_end(end, results, args.json)
     return of_run_end(end.kind)
 
