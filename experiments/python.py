@@ -32,8 +32,7 @@ from fedloom.experiments.passed import Names, called, check_current, is_plain, n
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
-from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end, tell_at_once
-from fedloom.experiments.terminal.notebook import NotebookOutput, bar
+from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, RunFailedError
 from fedloom.platform.plugins import blaming_own
@@ -43,7 +42,6 @@ from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_runs
-from fedloom.platform.runs.logs import as_time
 from fedloom.platform.runs.run_files import sources_of
 from fedloom.platform.runs.source_code import plugin_sources
 from fedloom.platform.settings import validated
@@ -81,28 +79,28 @@ def run(
     Raises, with the line that the command prints: ValueError where the command exits with 2, before anything is
     written; RunFailedError if the run fails or cannot go on; KeyboardInterrupt if it is interrupted.
     """
-    if not quiet:
-        tell_at_once("preparing the run")
-    view, threads = _View(quiet, on_round), torch.get_num_threads()
-    with _composed(experiment, changes) as (_, config):
-        before_ray(config.ray.address)
-        from fedloom.experiments.runs.launch import launch  # imports Ray
+    with _View(quiet, on_round) as view:
+        view.doing("preparing the run")
+        threads = torch.get_num_threads()
+        with _composed(experiment, changes) as (_, config):
+            before_ray(config.ray.address)
+            from fedloom.experiments.runs.launch import launch  # imports Ray
 
-        try:
-            with _in_one_line(config.results):
-                end = launch(config, view)
-        finally:
-            torch.set_num_threads(threads)  # a serial run sets that of this process
-        if end.kind == "refused":
-            raise ValueError(how_it_ended(end, config.results))
-    if view.error is not None:
-        raise view.error
-    if end.kind in ("interrupted", "detached"):
-        raise KeyboardInterrupt(how_it_ended(end, config.results))
-    if end.kind != "done":
-        raise _error(of_run_end(end.kind), how_it_ended(end, config.results))
-    if not quiet:
-        view.end(end, config.results)
+            try:
+                with _in_one_line(config.results):
+                    end = launch(config, view)
+            finally:
+                torch.set_num_threads(threads)  # a serial run sets that of this process
+            if end.kind == "refused":
+                raise ValueError(how_it_ended(end, config.results))
+        if view.error is not None:
+            raise view.error
+        if end.kind in ("interrupted", "detached"):
+            raise KeyboardInterrupt(how_it_ended(end, config.results))
+        if end.kind != "done":
+            raise _error(of_run_end(end.kind), how_it_ended(end, config.results))
+        if not quiet:
+            view.end(end, config.results)
     return Run(end.run_id, config.results)
 
 
@@ -127,8 +125,6 @@ def ablate(
 
     Raises ValueError, RunFailedError and KeyboardInterrupt as `run` does; the latter two with what continues it.
     """
-    if not quiet:
-        tell_at_once("planning the ablation")
     for key in ("seed", "name"):
         if key in changes:
             raise ValueError(f"{key}={changes[key]}: {NOT_AXES[key]}")
@@ -254,18 +250,10 @@ def _complaint(lines: Iterable[str]) -> str:
 class _View(RunView):
     def __init__(self, quiet: bool, on_round: Callable[[RoundProgress], None] | None) -> None:
         super().__init__(as_json=quiet)
-        self._on_round, self._began_s = on_round, time.monotonic()
+        self._on_round = on_round
         self.error: Exception | None = None
 
     def round(self, progress: RoundProgress) -> None:
-        output = self.console.file
-        if isinstance(output, NotebookOutput):
-            over_s = time.monotonic() - self._began_s
-            left_s = progress.left_s if progress.left_s is not None else progress.stage_left_s
-            whole = "" if progress.left_s is not None else f" of stage {progress.stage}"
-            share = (progress.round + 1) / progress.rounds_total if left_s is None else over_s / (over_s + left_s)
-            left = "" if left_s is None else f", {as_time(left_s)} left"
-            output.last_line = "" if left_s == 0 and not whole else bar(share, f"{share:.0%}{whole}{left}")
         super().round(progress)
         if self._on_round is None:
             return

@@ -30,10 +30,10 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     stored = args.resume if args.resume is not None else args.retry_failed
     configured = str(ablation.trials[0].config["results"])
     results = args.results if stored is not None else configured if is_remote(configured) else Path(configured)
-    view = TerminalView(quiet=args.json)
-    view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
     try:
-        with _repeated_warnings_once():
+        with TerminalView(quiet=args.json) as view, _repeated_warnings_once():
+            view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
+            view.doing("checking the trials, then starting Ray")
             if stored is None:
                 end = start_ablation(ablation, results, view)
             else:
@@ -43,8 +43,6 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
         cause = " ".join(str(error).split())[:600]
         complain(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}")
         return INFRASTRUCTURE
-    finally:
-        view.close()
     _show_end(end, results, args.json)
     return of_run_end(end.kind)
 
@@ -124,9 +122,9 @@ def run_here(ablation: Ablation, results: str, *, quiet: bool) -> AblationEnd:
 
     Raises ValueError as `start_ablation` does, and RunFailedError if the cluster is lost.
     """
-    view = TerminalView(quiet)
     try:
-        with _repeated_warnings_once():
+        with TerminalView(quiet) as view, _repeated_warnings_once():
+            view.doing("checking the trials")
             if not is_serial(ablation) or ablation.scheduler["kind"] != "none":
                 return start_ablation(ablation, results, view)
             place = ResultsPlace(results, check_results(results))
@@ -137,8 +135,6 @@ def run_here(ablation: Ablation, results: str, *, quiet: bool) -> AblationEnd:
     except RayError as error:
         cause = " ".join(str(error).split())[:600]
         raise RunFailedError(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}") from error
-    finally:
-        view.close()
 
 
 MOST_FAILED = 10

@@ -99,7 +99,8 @@ def _serial_devices(world: World) -> dict[str, str]:
 class Watcher:
     """Callbacks of a run: its start, every finished round, and whether it should stop.
 
-    `started` gets the run's id, and the id of the run whose trained supernet it uses (empty if none). `cluster` is the
+    `started` gets the run's id, and the id of the run whose trained supernet it uses (empty if none). `stages` gets the
+    names of all stages before. `cluster` is the
     address at which the run can be watched again (see `Status`).
     """
 
@@ -107,6 +108,7 @@ class Watcher:
     round: Callable[[RoundProgress], None] = lambda _: None
     should_stop: Callable[[], bool] = lambda: False
     cluster: str = ""
+    stages: Callable[[Sequence[str]], None] = lambda _names: None
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,7 @@ def _go(
     status = StatusFile(paths.status, watcher.cluster)
     status.write("running", message="starting workers")
     supernet_of = str(writer.run_row.get("supernet_run_id") or "")
+    watcher.stages([stage.name for stage in stages])
     watcher.started(paths.run_id, "" if supernet_of == paths.run_id else supernet_of)
     executor: Executor | None = None
     heartbeat = Heartbeat(status)
