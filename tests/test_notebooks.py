@@ -26,7 +26,6 @@ def test_each_task_of_a_notebook_takes_at_most_twelve_lines(name: str) -> None:
     assert all(0 < count <= MOST_LINES for count in lines.values()), lines
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_a_notebook_runs_and_shows_what_is_stored(name: str, tmp_path: Path) -> None:
     file = FOLDER / f"{name}.ipynb"

@@ -307,21 +307,22 @@ def _go(
     config, paths = world.config, writer.paths
     status = StatusFile(paths.status, watcher.cluster)
     status.write("running", message="starting workers")
-    supernet_of = str(writer.run_row.get("supernet_run_id") or "")
-    watcher.stages([stage.name for stage in stages])
-    watcher.started(paths.run_id, "" if supernet_of == paths.run_id else supernet_of)
     executor: Executor | None = None
     heartbeat = Heartbeat(status)
     log = log_to(paths.logs)
     CONSOLE.info("run %s", paths.run_id)
-    for line in keys_without_effect(config):
-        logger.warning("%s", line)
     events: Events = NoEvents()
     if config.tensorboard:
         events = EventFiles(paths.artifacts / EVENTS, writer.position["rounds"], asdict(config))
     recorder = Recorder(writer, asdict(config), beginning.saved, events, stored)
     try:
         with _end_written(recorder, status):
+            # From here on whoever knows the run's id may interrupt it.
+            supernet_of = str(writer.run_row.get("supernet_run_id") or "")
+            watcher.stages([stage.name for stage in stages])
+            watcher.started(paths.run_id, "" if supernet_of == paths.run_id else supernet_of)
+            for line in keys_without_effect(config):
+                logger.warning("%s", line)
             executor = DryExecutor(Worker(world.spec)) if config.dry_run else make_executor(world)
             status.write(message="")
             loop = Loop(

@@ -3,12 +3,12 @@
 python tests/tools/notebooks.py            # all of docs/notebooks, in place
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 import nbformat
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
@@ -20,9 +20,9 @@ def executed(notebook: Path, folder: Path) -> nbformat.NotebookNode:
     Raises CellExecutionError, with the cell and the traceback, if one fails.
     """
     node = nbformat.read(notebook, as_version=4)
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # no ports
     at = {"metadata": {"path": str(folder)}}
-    NotebookClient(node, km=kernel, resources=at, timeout=600, record_timing=False).execute()
+    client = NotebookClient(node, resources=at, timeout=600, startup_timeout=300, record_timing=False)
+    client.execute(env={**os.environ, "PYTHONWARNINGS": "ignore:IProgress not found"})  # tqdm's, which torch imports
     node.metadata.pop("language_info", None)  # the version of Python
     return node
 
