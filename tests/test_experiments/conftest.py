@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from fedloom.experiments.report import drawing
+from tools.screens import Terminal
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,3 +27,13 @@ def colours() -> Callable[[bytes], int]:
             return len(picture.convert("RGB").getcolors(picture.width * picture.height))
 
     return count
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal of 100 columns and 30 lines, which is standard output in its `with` block."""
+    written = Terminal()
+    written.resize(monkeypatch, 100, 30)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return written
