@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 
 from fedloom.experiments.analysis.outcomes import final_model
 from fedloom.experiments.analysis.silos import PERSONAL

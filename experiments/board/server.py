@@ -90,8 +90,10 @@ class Board:
                 web.get("/", partial(self._file, name="index.html")),
                 *(web.get(f"/{name}", partial(self._file, name=name)) for name in sorted(FILES)),
                 web.get("/api/runs", self._runs),
+                web.get("/api/labels", self._of_runs(views.labels, "runs")),
+                web.get("/api/metrics", self._of_runs(views.metrics, "rounds", "evaluations")),
                 web.get("/api/curves", self._curves),
-                web.get("/api/differences", self._differences),
+                web.get("/api/differences", self._of_runs(views.differences, "runs")),
                 web.get("/api/run", self._of_run(views.facts, "runs", "rounds")),
                 web.get("/api/clients", self._clients),
                 web.get("/api/fronts", self._of_run(views.fronts, "candidates")),
@@ -194,19 +196,24 @@ class Board:
 
         return await asyncio.to_thread(answer)
 
-    async def _curves(self, request: web.Request) -> web.Response:
-        paths, query = self._paths(request), request.query
-        stage, metric, axis = query.get("stage", ""), query.get("metric", "loss"), query.get("axis", "rounds")
-        return await self._view(
-            request,
-            lambda: tuple(stamp for p in paths for stamp in stamps_of(p, "rounds", "evaluations")),
-            lambda: views.curves(self.reader, paths, stage, metric, axis),
-        )
+    def _of_runs(
+        self, view: Callable[[views.Reader, list[RunPaths]], Any], *tables: str
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(request: web.Request) -> web.Response:
+            paths = self._paths(request)
+            return await self._view(
+                request,
+                lambda: tuple(stamp for p in paths for stamp in stamps_of(p, *tables)),
+                lambda: view(self.reader, paths),
+            )
 
-    async def _differences(self, request: web.Request) -> web.Response:
-        paths = self._paths(request)
-        stamps: Callable[[], Stamps] = lambda: tuple(stamp for p in paths for stamp in stamps_of(p, "runs"))  # noqa: E731
-        return await self._view(request, stamps, lambda: views.differences(self.reader, paths))
+        return answer
+
+    async def _curves(self, request: web.Request) -> web.Response:
+        query = request.query
+        chosen = {"stage": query.get("stage", ""), "metric": query.get("metric", "loss")}
+        view = partial(views.curves, **chosen, axis=query.get("axis", "rounds"))
+        return await self._of_runs(view, "rounds", "evaluations")(request)
 
     def _of_run(
         self, view: Callable[[views.Reader, RunPaths], Any], *tables: str

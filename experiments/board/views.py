@@ -6,14 +6,15 @@ Each view is a function of results that `Reader` has read, and reads a run's tab
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
+import pyarrow.compute
 
 from fedloom.experiments.analysis.ablation import ablation_frame, axis_value
 from fedloom.experiments.analysis.outcomes import OUTCOMES
@@ -23,12 +24,8 @@ from fedloom.experiments.analysis.tables import (
     EVALUATION,
     GAINS,
     SEARCH,
-    TIERS,
-    Tables,
-    by_stage,
     load_paths,
     natural,
-    real_rounds,
     with_training,
 )
 from fedloom.experiments.board.index import LONGEST, Stamps, plain, read_columns, stamps_of
@@ -148,6 +145,10 @@ def facts(reader: Reader, paths: RunPaths) -> dict[str, Any]:
                 for name, value in row.items()
                 if value is not None
             ]
+        values["config"] = [
+            [shown(key, most=LONGEST), shown(value_text(value), most=2000)]
+            for key, value in flat(reader.configuration(paths))
+        ]
         for table in ("rounds", "clients", "candidates", "evaluations", "models"):
             values["rows"][table] = reader.table(paths, table, ("round",)).num_rows
         values["models"] = _records(reader.table(paths, "models", ("stage", "tier", "architecture", "macs", "parameters")))
@@ -179,83 +180,97 @@ OF_ROUNDS = tuple(name for name in COLUMNS["rounds"] if name not in NOT_CURVES)
 """The columns of `rounds` that are drawn over rounds."""
 SCORE_COLUMNS = ("stage", "round", "client_id", "split", "metric", "value")
 AXES = ("rounds", "megabytes", "hours")
-FIRST = ""
-"""The stage that a run begins with, whatever its name: it trains."""
+NOT_TRAINING = (SEARCH, EVALUATION, GAINS)
+SERVER, CLIENTS, NO_SPLIT = "server", "clients", "none"
+
+
+def metrics(reader: Reader, runs: Sequence[RunPaths]) -> dict[str, list[str]]:
+    """The stages that these runs trained in, in their order, and the metrics of which there are curves.
+
+    A metric is a column of `rounds` that some run has values of, or WHERE/SPLIT/NAME of the table `evaluations`, which
+    was measured on the server's data or on clients'.
+    """
+    stages: dict[str, None] = {}
+    columns: set[str] = set()
+    scores: set[str] = set()
+    for paths in runs:
+        with suppress(*UNREADABLE):  # the curves say what is wrong
+            known: tuple[list[str], set[str], set[str]] = reader.value(
+                (paths, "metrics"), stamps_of(paths, "rounds", "evaluations"), partial(_metrics, paths)
+            )
+            stages |= dict.fromkeys(known[0])
+            columns |= known[1]
+            scores |= known[2]
+    return {"stages": [*stages], "metrics": [*(name for name in OF_ROUNDS if name in columns), *sorted(scores)]}
+
+
+def _metrics(paths: RunPaths) -> tuple[tuple[list[str], set[str], set[str]], int]:
+    rounds = read_columns(paths, "rounds", ("stage", *OF_ROUNDS))
+    stages = [name for name in rounds["stage"].unique().to_pylist() if name and name.split("/")[0] not in NOT_TRAINING]
+    columns = {name for name in OF_ROUNDS if rounds[name].null_count < rounds.num_rows}
+    table = read_columns(paths, "evaluations", SCORE_COLUMNS)
+    where = pa.compute.is_valid(table["client_id"])
+    keys = table.select(["stage", "split", "metric"]).append_column("where", where).group_by(
+        ["stage", "where", "split", "metric"]
+    ).aggregate([])  # fmt: skip
+    scores = {
+        f"{CLIENTS if row['where'] else SERVER}/{row['split'] or NO_SPLIT}/{row['metric']}"
+        for row in keys.to_pylist()
+        if str(row["stage"]).split("/")[0] not in NOT_TRAINING
+    }
+    return (stages, columns, scores), 200 * (len(scores) + len(columns) + len(stages))
 
 
 def curves(reader: Reader, runs: Sequence[RunPaths], stage: str, metric: str, axis: str) -> dict[str, Any]:
-    """A curve per run: the values of a metric over rounds, megabytes, or simulated hours since the stage's beginning.
+    """Per run the values of a metric over rounds, megabytes, or simulated hours since the stage's beginning.
 
-    `metric` is a column of `rounds`, or WHERE/SPLIT/NAME of what the table `evaluations` holds: measured on the
-    server's data or on clients', the mean over what was measured after one round. The answer holds the stages and
-    metrics that there are, and per run its label, x and y, and what is wrong with it.
+    `metric` is one of `metrics`; of what was measured several times after one round it is the mean. Without a stage it
+    is the one that the run begins with. `problem` says why a run cannot be read.
     """
     if axis not in AXES:
         raise ValueError(f"axis={shown(axis)}: there are {', '.join(AXES)}")
-    answer: dict[str, Any] = {"stages": [], "metrics": [], "curves": {}}
-    stages: dict[str, None] = {}
-    metrics: dict[str, None] = {}
+    found: dict[str, Any] = {}
     extra = (metric,) if metric in OF_ROUNDS and metric not in ROUND_COLUMNS else ()
     for paths in runs:
-        curve: dict[str, Any] = {"x": [], "y": [], "problem": None}
-        answer["curves"][paths.run_id] = curve
+        x, y, problem = [], [], None
         try:
             rounds = reader.table(paths, "rounds", (*ROUND_COLUMNS, *extra))
-            scores = _scores(reader, paths)
-            names = [name for name in rounds["stage"].unique().to_pylist() if name is not None]
-            stages |= dict.fromkeys(n for n in names if n.split("/")[0] not in (SEARCH, EVALUATION, GAINS))
-            metrics |= dict.fromkeys(scores)
-            chosen = stage or next(iter(names), "")
-            curve["x"], curve["y"] = _curve(rounds, scores.get(metric), chosen, metric, axis)
+            if rounds.num_rows:
+                x, y = _curve(reader, paths, rounds, stage or rounds["stage"][0].as_py(), metric, axis)
         except UNREADABLE as error:
-            curve["problem"] = said(error)
-    answer["stages"] = [*stages]
-    answer["metrics"] = [*({"key": key, "unit": unit_of(key)} for key in (*OF_ROUNDS, *sorted(metrics)))]
-    for run_id, label in labels(reader, runs).items():
-        answer["curves"][run_id]["label"] = label
-    return answer
+            problem = said(error)
+        found[paths.run_id] = {"x": x, "y": y, "problem": problem}
+    return {"curves": found}
 
 
-Scores = Mapping[str, pd.DataFrame]
-"""By WHERE/SPLIT/NAME the rows of stage, round and value, a row per round."""
-
-
-def _scores(reader: Reader, paths: RunPaths) -> Scores:
-    stamps = stamps_of(paths, "evaluations")
-    known: Scores = reader.value((paths, "scores"), stamps, lambda: _read_scores(paths))
-    return known
-
-
-def _read_scores(paths: RunPaths) -> tuple[Scores, int]:
-    table = read_columns(paths, "evaluations", SCORE_COLUMNS)
-    is_training = pa.compute.invert(pa.compute.is_in(table["stage"], pa.array([EVALUATION, GAINS])))
-    rows = table.filter(is_training).to_pandas()
-    where = np.where(rows["client_id"].isna(), "server", "clients")
-    key = pd.Series(where, rows.index) + "/" + rows["split"].fillna("none") + "/" + rows["metric"]
-    means = rows.groupby([key, "stage", "round"], sort=True)["value"].mean().rename("value").reset_index(level=[1, 2])
-    scores = {str(name): group for name, group in means.groupby(level=0, sort=False)}
-    return scores, int(means.memory_usage(deep=True).sum())
+def _scores(reader: Reader, paths: RunPaths, stage: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """The rounds after which a metric of `evaluations` was measured, and the means of what was measured then."""
+    where, split, name = [*metric.split("/", 2), "", ""][:3]
+    table = reader.table(paths, "evaluations", SCORE_COLUMNS)
+    is_split = pa.compute.is_null(table["split"]) if split == NO_SPLIT else pa.compute.equal(table["split"], split)
+    is_where = pa.compute.equal(pa.compute.is_valid(table["client_id"]), where == CLIENTS)
+    for is_wanted in (pa.compute.equal(table["stage"], stage), pa.compute.equal(table["metric"], name)):
+        is_where = pa.compute.and_(is_where, is_wanted)
+    rows = table.filter(pa.compute.and_(is_where, is_split))
+    means = rows.group_by("round").aggregate([("value", "mean")]).sort_by("round")
+    return means["round"].to_numpy(), means["value_mean"].to_numpy()
 
 
 def _curve(
-    table: pa.Table, scores: pd.DataFrame | None, stage: str, metric: str, axis: str
-) -> tuple[list[Any], list[Any]]:
-    is_stage = pa.compute.equal(table["stage"], stage)
-    frame = table.filter(is_stage).sort_by("round")
-    rounds = frame["round"].to_numpy()
+    reader: Reader, paths: RunPaths, table: pa.Table, stage: str, metric: str, axis: str
+) -> tuple[list[Any], list[float]]:
+    frame = table.filter(pa.compute.equal(table["stage"], stage)).sort_by("round")
     planned = frame["clients_planned"].fill_null(1).to_numpy()
     if len(planned) and planned[-1] == 0:  # the row of the final score (see `real_rounds`)
-        frame, rounds = frame.slice(0, len(planned) - 1), rounds[:-1]
+        frame = frame.slice(0, len(planned) - 1)
+    rounds = frame["round"].to_numpy()
     if metric in OF_ROUNDS:
         done, values = rounds + 1, frame[metric].to_numpy().astype(float)
-    elif scores is not None:
-        of_stage = scores[scores["stage"] == stage]
-        done, values = of_stage["round"].to_numpy(), of_stage["value"].to_numpy()
     else:
-        return [], []
-    x = done if axis == "rounds" else _since_the_beginning(frame, rounds, done, axis)
-    is_known = np.isfinite(values) & np.isfinite(x.astype(float))
-    return x[is_known].tolist(), _short(values[is_known])
+        done, values = _scores(reader, paths, stage, metric)
+    x = done.astype(float) if axis == "rounds" else _since_the_beginning(frame, rounds, done, axis)
+    is_known = np.isfinite(values) & np.isfinite(x)
+    return _short(x[is_known]), _short(values[is_known])
 
 
 def _since_the_beginning(frame: pa.Table, rounds: np.ndarray, done: np.ndarray, axis: str) -> np.ndarray:
@@ -268,8 +283,9 @@ def _since_the_beginning(frame: pa.Table, rounds: np.ndarray, done: np.ndarray, 
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """The values in six digits, with which a curve is drawn and an answer is half as long."""
-    return [float(f"{value:.6g}") for value in values.tolist()]
+    """The values in single precision, which is enough for a picture: an answer is half as long."""
+    texts = np.char.mod("%.7g", values)
+    return list(map(float, texts.tolist()))
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------
