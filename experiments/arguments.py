@@ -466,10 +466,14 @@ COMMANDS: Mapping[str, Command] = {
         (
             Argument("--host", default="127.0.0.1", help="interface to serve on (default: 127.0.0.1, this machine)"),
             Argument(
-                "--port", default=8270, type=_number(Annotated[int, Interval(ge=0, le=65535)]),
+                "--port",
+                default=8270,
+                type=_number(Annotated[int, Interval(ge=0, le=65535)]),
                 help="port to serve on, 0 for any free one (default: 8270)",
             ),
-            Argument("--token", help="secret that the page asks for; better in FEDLOOM_BOARD_TOKEN, as users see commands"),
+            Argument(
+                "--token", help="secret that the page asks for; better in FEDLOOM_BOARD_TOKEN, as users see commands"
+            ),
             RESULTS,
         ),
         BOARD_HELP,

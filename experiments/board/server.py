@@ -83,6 +83,7 @@ class Board:
         self.index, self.reader = Index(results), views.Reader()
         self._host, self._token = host, token.encode()
         self._refreshing = asyncio.Lock()
+        self.refresh_s = REFRESH_S
         self._next_refresh_s = 0.0
         self.app = web.Application(middlewares=[self._guard], client_max_size=4096)
         self.app.add_routes(
@@ -112,7 +113,9 @@ class Board:
             response: web.StreamResponse = _text(403, f"the host {shown(request.host)} is not this board's")
         elif not self._may_see(request):
             is_page = request.path == "/"
-            response = await self._file(request, "login.html") if is_page else _text(401, "the board's token is missing")
+            response = (
+                await self._file(request, "login.html") if is_page else _text(401, "the board's token is missing")
+            )
         else:
             try:
                 response = await handler(request)
@@ -173,7 +176,7 @@ class Board:
             now_s = asyncio.get_running_loop().time()
             if now_s >= self._next_refresh_s:
                 await asyncio.to_thread(self.index.refresh)
-                self._next_refresh_s = asyncio.get_running_loop().time() + REFRESH_S
+                self._next_refresh_s = asyncio.get_running_loop().time() + self.refresh_s
 
     async def _runs(self, request: web.Request) -> web.Response:
         await self.refresh()
@@ -291,7 +294,9 @@ async def serve(results: Path, host: str, port: int, token: str, tell: Callable[
             await site.start()
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ValueError(f"{host}:{port} cannot be served ({reason.lower()}): give another --port or --host") from error
+            raise ValueError(
+                f"{host}:{port} cannot be served ({reason.lower()}): give another --port or --host"
+            ) from error
         board.index.start()
         port = runner.addresses[0][1]
         name = f"[{host}]" if ":" in host else host

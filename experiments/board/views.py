@@ -3,7 +3,6 @@
 Each view is a function of results that `Reader` has read, and reads a run's tables again only when their files changed.
 """
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -50,6 +49,7 @@ class Reader:
     def __init__(self, most_bytes: int = MOST_CACHED_BYTES) -> None:
         self._most_bytes = most_bytes
         self._known: OrderedDict[Any, tuple[Stamps, Any, int]] = OrderedDict()
+        self._size_bytes = 0
         self._lock = threading.Lock()
         self.read = 0
         """The number of times that files were read."""
@@ -61,18 +61,28 @@ class Reader:
 
     def value(self, key: Any, stamps: Stamps, make: Callable[[], tuple[Any, int]]) -> Any:
         """What `make` returned beside its size in bytes when the files had these stamps."""
+        value = self.known(key, stamps)
+        if value is None:
+            value, size_bytes = make()
+            self.remember(key, stamps, value, size_bytes)
+        return value
+
+    def known(self, key: Any, stamps: Stamps) -> Any:
+        """What is remembered of files with these stamps; None if nothing is."""
         with self._lock:
-            if key in self._known and self._known[key][0] == stamps:
-                self._known.move_to_end(key)
-                return self._known[key][1]
-        value, size_bytes = make()
+            if key not in self._known or self._known[key][0] != stamps:
+                return None
+            self._known.move_to_end(key)
+            return self._known[key][1]
+
+    def remember(self, key: Any, stamps: Stamps, value: Any, size_bytes: int) -> None:
+        """Remembers a value that was made from files with these stamps, and forgets those not asked for the longest."""
         with self._lock:
             self.read += 1
+            self._size_bytes += size_bytes - self._known.pop(key, ((), None, 0))[2]
             self._known[key] = (stamps, value, size_bytes)
-            self._known.move_to_end(key)
-            while sum(known[2] for known in self._known.values()) > self._most_bytes and len(self._known) > 1:
-                self._known.popitem(last=False)
-        return value
+            while self._size_bytes > self._most_bytes and len(self._known) > 1:
+                self._size_bytes -= self._known.popitem(last=False)[1][2]
 
     def configuration(self, paths: RunPaths) -> dict[str, Any]:
         """The configuration that a run recorded; empty if it ended before that."""
@@ -95,21 +105,24 @@ def _configuration(paths: RunPaths) -> tuple[dict[str, Any], int]:
 
 
 def labels(reader: Reader, runs: Sequence[RunPaths]) -> dict[str, str]:
-    """A name for each run: the keys and values by which its configuration differs from those of the others.
+    """A name for each run: its preset if they have several, and how its configuration differs from others of it.
 
-    Seeds count, because a curve is of one run. Runs that differ in nothing, and damaged ones, are called by their id.
+    Seeds count, because a curve is of one run. Runs that differ in nothing, and damaged ones, end with their id.
     """
-    configs: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, dict[str, Any]]] = {}
     for paths in runs:
+        of_preset = configs.setdefault(paths.experiment, {})
         try:
             config = reader.configuration(paths)
             seeds = {key: value for key, value in flat(config) if key.split(".")[0] in ("seed", "seeds")}
-            configs[paths.run_id] = {"experiment": paths.experiment, **essential(config), **seeds} if config else {}
+            of_preset[paths.run_id] = {**essential(config), **seeds}
         except UNREADABLE:
-            configs[paths.run_id] = {}
-    whole = [run_id for run_id, config in configs.items() if config]
-    named = dict(zip(whole, names_apart([configs[run_id] for run_id in whole], whole), strict=True))
-    return {run_id: shown(named.get(run_id) or run_id, most=LONGEST) for run_id in configs}
+            of_preset[paths.run_id] = {}
+    names: dict[str, str] = {}
+    for preset, of_preset in configs.items():
+        head = preset if len(configs) > 1 or len(runs) == 1 else ""
+        names |= dict(zip(of_preset, names_apart([*of_preset.values()], [*of_preset], head), strict=True))
+    return {run_id: shown(name, most=LONGEST) for run_id, name in names.items()}
 
 
 def differences(reader: Reader, runs: Sequence[RunPaths]) -> dict[str, Any]:
@@ -151,7 +164,9 @@ def facts(reader: Reader, paths: RunPaths) -> dict[str, Any]:
         ]
         for table in ("rounds", "clients", "candidates", "evaluations", "models"):
             values["rows"][table] = reader.table(paths, table, ("round",)).num_rows
-        values["models"] = _records(reader.table(paths, "models", ("stage", "tier", "architecture", "macs", "parameters")))
+        values["models"] = _records(
+            reader.table(paths, "models", ("stage", "tier", "architecture", "macs", "parameters", "file"))
+        )
     except UNREADABLE as error:
         values["problem"] = said(error)
     return values
@@ -334,14 +349,17 @@ def _client_accuracy(reader: Reader, paths: RunPaths) -> dict[str, float | None]
     is_of_client = pa.compute.and_(pa.compute.is_valid(rows["client_id"]), pa.compute.equal(rows["split"], "test"))
     frame = rows.filter(pa.compute.and_(is_of_client, pa.compute.equal(rows["metric"], "accuracy"))).to_pandas()
     frame = frame[frame["stage"] == EVALUATION]
-    return {str(int(client)): plain(float(value)) for client, value in frame.groupby("client_id")["value"].mean().items()}
+    return {
+        str(int(client)): plain(float(value)) for client, value in frame.groupby("client_id")["value"].mean().items()
+    }
 
 
 # -- fronts ------------------------------------------------------------------------------------------------------------
 
 CANDIDATE_COLUMNS = (
-    "tier", "generation", "architecture", "macs", "parameters", "loss", "metric", "feasible", "on_front", "winner"
+    "tier", "feasible", "generation", "architecture", "macs", "parameters", "loss", "metric", "on_front", "winner"
 )  # fmt: skip
+OF_CANDIDATES = CANDIDATE_COLUMNS[2:]
 
 
 def fronts(reader: Reader, paths: RunPaths) -> dict[str, Any]:
@@ -350,9 +368,9 @@ def fronts(reader: Reader, paths: RunPaths) -> dict[str, Any]:
     by_tier: dict[str, dict[str, list[Any]]] = {}
     for row in table.to_pylist():
         if row["feasible"] and row["metric"] is not None and row["macs"] is not None:
-            columns = by_tier.setdefault(shown(row["tier"] or "", most=LONGEST), {n: [] for n in CANDIDATE_COLUMNS})
-            for name, value in row.items():
-                columns[name].append(plain(value))
+            columns = by_tier.setdefault(shown(row["tier"] or "", most=LONGEST), {n: [] for n in OF_CANDIDATES})
+            for name in OF_CANDIDATES:
+                columns[name].append(plain(row[name]))
     return {"tiers": [{"tier": tier, **by_tier[tier]} for tier in sorted(by_tier, key=natural)]}
 
 
@@ -408,21 +426,36 @@ Outcomes = dict[str, float | None]
 
 
 def _outcomes(reader: Reader, root: Path, ablation: Ablation) -> tuple[dict[str, Outcomes], dict[str, str]]:
-    """By run the outcomes, and what is wrong with others; only of trials whose tables changed they are computed."""
+    """By run the outcomes, and what is wrong with others; only those of trials whose tables changed are computed."""
     outcomes: dict[str, Outcomes] = {}
     problems: dict[str, str] = {}
+    changed: dict[RunPaths, Stamps] = {}
     for trial in ablation.trials:
         paths = RunPaths(root, trial.experiment, trial.run_id)
         stamps = stamps_of(paths, "runs", "rounds", "evaluations", "models")
-        if stamps:
+        known = reader.known((paths, "outcomes"), stamps)
+        if known is not None:
+            outcomes[trial.run_id] = known
+        elif stamps:
+            changed[paths] = stamps
+    try:
+        computed = _outcomes_of([*changed], ablation)
+    except UNREADABLE:  # a damaged trial does not hide the others
+        computed = {}
+        for paths in changed:
             try:
-                outcomes[trial.run_id] = reader.value((paths, "outcomes"), stamps, partial(_outcomes_of, paths, ablation))
+                computed |= _outcomes_of([paths], ablation)
             except UNREADABLE as error:
-                problems[trial.run_id] = said(error)
+                problems[paths.run_id] = said(error)
+    for paths, stamps in changed.items():
+        if paths.run_id in computed:
+            outcomes[paths.run_id] = computed[paths.run_id]
+            reader.remember((paths, "outcomes"), stamps, computed[paths.run_id], 1000)
     return outcomes, problems
 
 
-def _outcomes_of(paths: RunPaths, ablation: Ablation) -> tuple[Outcomes, int]:
-    frame = ablation_frame(with_training(load_paths([paths])), ablation, each="run")
-    rows = frame.to_dict("records")[:1]
-    return {name: plain(float(row[name])) for row in rows for name in OUTCOMES}, 1000
+def _outcomes_of(runs: Sequence[RunPaths], ablation: Ablation) -> dict[str, Outcomes]:
+    if not runs:
+        return {}
+    frame = ablation_frame(with_training(load_paths(runs)), ablation, each="run")
+    return {str(row["run_id"]): {n: plain(float(row[n])) for n in OUTCOMES} for row in frame.to_dict("records")}

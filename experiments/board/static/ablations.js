@@ -1,11 +1,11 @@
 // Ablations: the list of them, and one as parallel coordinates of axes and outcomes, whose axes can be brushed.
 
-import { ask, choose, chosen, code, colourOf, css, get, h, hideTip, link, note, number, onTheme, replace, s, select, set, shade, share, showTip, slotOf, stateOf } from "./base.js";
+import { ask, choose, chosen, code, colourOf, css, get, h, hideTip, link, note, number, onTheme, reading, replace, s, select, set, shade, share, showTip, slotOf, stateOf } from "./base.js";
 
 const TOP = 46, BOTTOM = 26, HEIGHT = 380, SIDE = 70;
 const USUAL = ["accuracy", "total_bytes", "simulated_s"];
 
-let root, store, tags = {}, answer = null, wanted = "", box, listBox, brushes = new Map(), fit = null;
+let root, store, tags = {}, answer = null, wanted = "", box, listBox, brushes = new Map(), fit = null, wide = 0;
 
 const current = () => get("ablation") || store.ablations.at(-1)?.id || "";
 const outcomeText = (outcome, value) => (/accuracy|worst_client/.test(outcome.name) ? share(value) : number(value, outcome.unit));
@@ -52,9 +52,9 @@ const passes = (trial, columns) => columns.every((column) => {
 
 function draw() {
   drawList();
-  if (!answer) return;
+  if (!answer) return replace(box, store.ablations.length ? reading() : null);
   const view = answer, columns = columnsOf(view);
-  const width = Math.max(320, box.clientWidth || 900), gap = (width - 2 * SIDE) / Math.max(1, columns.length - 1);
+  const width = Math.max(2 * SIDE + 95 * (columns.length - 1), box.clientWidth || 900), gap = (width - 2 * SIDE) / Math.max(1, columns.length - 1);
   const X = (i) => SIDE + i * gap, Y = (column, value) => TOP + (1 - (value - column.least) / (column.most - column.least)) * (HEIGHT - TOP - BOTTOM);
   const by = columns.find((column) => column.name === get("colour", "accuracy")) ?? columns.at(-1);
   const svg = s("svg", { class: "parallel", width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `parallel coordinates of ${view.id}` });
@@ -82,7 +82,7 @@ function draw() {
   const focused = document.activeElement?.closest?.("g.axis")?.dataset?.axis;
   const open = box.querySelector("details")?.open ?? false;
   replace(box, h("h2", {}, view.title || view.id), h("div.tools", {},
-    select("colour by", "colour", columns.filter((column) => !column.isEmpty).map((column) => [column.name, column.name.replaceAll("_", " ")]), by.name),
+    select("colour by", "colour", columns.filter((column) => !column.isEmpty).map((column) => [column.name, column.kind === "axis" ? column.name : column.name.replaceAll("_", " ")]), by.name),
     outcomePicker(view), h("span.soft.hint", {}, "drag on an axis to brush it, or focus it and use the arrow keys (Shift: its size, Esc: off)")),
     count, h("div.scroll", {}, svg), importances(view), table(view, columns, passing, open));
   if (focused) box.querySelector(`g.axis[data-axis="${CSS.escape(focused)}"]`)?.focus();
@@ -111,7 +111,7 @@ function axisOf(column, i, x, Y, gap) {
   const group = s("g", { class: "axis", "data-axis": column.name, transform: `translate(${x.toFixed(1)},0)`, tabindex: 0, role: "slider", "aria-label": `${column.name}, ${brushes.has(column.name) ? "brushed" : "not brushed"}`,
     "aria-valuemin": column.least, "aria-valuemax": column.most, "aria-valuenow": brushes.get(column.name)?.[0] ?? column.least, "aria-valuetext": brushes.has(column.name) ? brushes.get(column.name).map((value) => number(value)).join(" to ") : "all" });
   group.append(s("line", { y1: TOP, y2: HEIGHT - BOTTOM, class: "rule" }));
-  const name = s("text", { y: 16, "text-anchor": "middle", class: `title ${column.kind}` }, cut(column.name.replaceAll("_", " "), gap / 7));
+  const name = s("text", { y: 16, "text-anchor": "middle", class: `title ${column.kind}` }, cut(column.kind === "axis" ? column.name : column.name.replaceAll("_", " "), gap / 7));
   name.append(s("title", {}, column.name));
   group.append(name);
   const marks = column.kind === "axis" ? column.values.map((_, at_) => at_) : column.isEmpty ? [] : [0, 0.25, 0.5, 0.75, 1].map((part) => column.least + part * (column.most - column.least));
@@ -182,7 +182,7 @@ function importances(view) {
 }
 
 function table(view, columns, passing, open) {
-  const heads = ["trial", "state", ...columns.map((column) => column.name.replaceAll("_", " ")), "seed", "message"];
+  const heads = ["trial", "state", ...columns.map((column) => column.name), "seed", "message"];
   const rows = passing.map((trial) => h("tr", {}, h("td", {}, h("a", { href: link({ view: "run", run: trial.id }) }, trial.index)), h("td", {}, stateOf(trial.state)),
     columns.map((column) => { const value = column.of(trial); return h("td.number", {}, value == null || value === -1 ? "" : column.text(value)); }), h("td.number", {}, trial.seed), h("td.message", {}, trial.message)));
   return h("details", { open }, h("summary", {}, "trials as a table"), h("div.scroll", {}, h("table", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows))));
@@ -200,7 +200,7 @@ export const ablations = {
     answer = null;
     recall();
     drawList();
-    fit = new ResizeObserver(() => { if (answer && Math.abs((box.querySelector("svg.parallel")?.clientWidth ?? 0) - Math.max(320, box.clientWidth)) > 2) draw(); });
+    fit = new ResizeObserver(() => { if (answer && Math.abs((box.querySelector("svg.parallel")?.clientWidth ?? 0)  - box.clientWidth) > 2 && box.clientWidth !== wide) { wide = box.clientWidth; draw(); } });
     fit.observe(box);
   },
   update: drawList,
@@ -215,6 +215,7 @@ export const ablations = {
       wanted = id;
       answer = null;
       tags = {};
+      draw();
     }
     const view = await ask("api/ablation", { ablation: id }, tags);
     if (view && !document.querySelector(".grip:active")) {

@@ -105,6 +105,8 @@ export const replace = (element, ...children) => element.replaceChildren(...chil
 
 export const note = (title, ...lines) => h("div.note", {}, h("b", {}, title), lines.map((line) => h("p", {}, line)));
 
+export const reading = () => h("p.soft", { role: "status" }, "Reading…");
+
 export const code = (text) => h("code", {}, text);
 
 export function select(label, name, options, value, change = (picked) => set({ [name]: picked })) {
@@ -159,7 +161,8 @@ const CIVIDIS = [[0, 32, 81], [17, 54, 108], [60, 77, 110], [98, 100, 111], [127
   [187, 175, 113], [226, 203, 92], [253, 234, 69]];
 
 export function shade(share) {
-  const at = Math.max(0, Math.min(1, share)) * (CIVIDIS.length - 1), i = Math.min(Math.floor(at), CIVIDIS.length - 2);
+  const least = dark.matches ? 0.3 : 0; // dark blue is not seen on black
+  const at = (least + (1 - least) * Math.max(0, Math.min(1, share))) * (CIVIDIS.length - 1), i = Math.min(Math.floor(at), CIVIDIS.length - 2);
   return CIVIDIS[i].map((part, k) => Math.round(part + (CIVIDIS[i + 1][k] - part) * (at - i)));
 }
 
@@ -172,7 +175,7 @@ export const swatch = (id) => {
 
 // -- values in words ---------------------------------------------------------------------------------------------------
 
-const MARKS = { running: "▶", done: "✓", failed: "✕", dead: "✝", stalled: "◔", interrupted: "❚❚", unknown: "?",
+const MARKS = { running: "▶", done: "✓", failed: "✕", dead: "✝", stalled: "◔", interrupted: "‖", unknown: "?",
   waiting: "…", stopped: "■", died: "✝", refused: "⊘", unsent: "⇡" };
 
 export const stateOf = (state) => h("span.state", { "data-state": state },
@@ -184,6 +187,7 @@ export function number(value, unit = "") {
   if (value == null || !Number.isFinite(value)) return "";
   const size = Math.abs(value);
   if (unit === "s") return duration(value);
+  if (unit === "bytes") unit = "B";
   const after = unit ? ` ${unit}` : "";
   if (size >= 1e4 || (unit && size >= 1e3)) {
     const [by, prefix] = PREFIXES.find(([each]) => size >= each);
@@ -196,7 +200,8 @@ export function number(value, unit = "") {
 export function duration(seconds) {
   if (seconds == null) return "";
   if (seconds < 60) return `${seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
+  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  if (seconds < 3600) return `${Math.round(seconds / 60)} min`;
   if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
 }
@@ -206,6 +211,9 @@ export const share = (value) => (value == null ? "" : `${(100 * value).toFixed(1
 const DAY = new Intl.DateTimeFormat(undefined, { month: "short", day: "2-digit", hour: "2-digit", minute: "2-digit", hour12: false });
 
 export const day = (seconds) => (seconds == null ? "" : DAY.format(seconds * 1000));
+
+// An id without the time with which it begins, where another column shows it.
+export const short = (id) => id.replace(/^\d{8}-\d{6}-/, "");
 
 // What the run's id says, for runs whose tables have not been read or do not tell.
 export const startOf = (run) => {

@@ -1,6 +1,6 @@
 // Clients as a heat map: who took part in which round and how it ended, or a measure of it; on a canvas, for thousands.
 
-import { ask, css, get, h, hideTip, link, note, number, onTheme, replace, select, set, shade, share, showTip } from "./base.js";
+import { ask, css, get, h, hideTip, link, note, number, onTheme, reading, replace, select, set, shade, share, showTip } from "./base.js";
 import { currentRun } from "./page.js";
 
 const COLOURS = { ok: "#56B4E9", failed: "#D55E00", dropped: "#8C564B", timed_out: "#E69F00", over_selected: "#009E73", stale: "#CC79A7" };
@@ -11,7 +11,6 @@ const LEFT = 64, TOP = 8, BOTTOM = 30, STRIP = 46, STRIP_GAP = 14, MOST_HIGH = 9
 
 let root, store, controls, box, tags = {}, answer = null, of = "", layout = null, cursor = null, fit = null;
 
-const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 const colourOfState = (state) => COLOURS[state] ?? css("--soft");
 
 // The clients in order, the rounds' range, and the row that each cell shows.
@@ -39,10 +38,9 @@ function draw() {
   const run = currentRun();
   if (!run) {
     replace(controls);
-    replace(box, note("No run is selected", ["Tick a run in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), " to see its clients."]));
-    return;
+    return replace(box, note("No run is selected", ["Tick a run in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), " to see its clients."]));
   }
-  if (!answer) return;
+  if (!answer) return replace(box, reading());
   const view = answer;
   replace(controls, select("stage", "clientstage", view.stages.map((name) => [name, name]), view.stage), select("colour", "measure", MEASURES, get("measure")), select("order", "order", ORDERS, get("order", "id")));
   if (!view.client.length) {
@@ -92,7 +90,7 @@ function draw() {
   ctx.textAlign = "center";
   ctx.textBaseline = "top";
   const step = nice(numRounds / Math.max(1, Math.floor((cellWide * numRounds) / 60)));
-  for (let i = 0; i < numRounds; i += step) ctx.fillText(`${plan.first + i + 1}`, LEFT + (i + 0.5) * cellWide, TOP + plotHeight + 4);
+  for (let i = 0; i < numRounds; i++) if (i === 0 || (plan.first + i + 1) % step === 0) ctx.fillText(`${plan.first + i + 1}`, LEFT + (i + 0.5) * cellWide, TOP + plotHeight + 4);
   ctx.textAlign = "left";
   ctx.fillText("round", LEFT, TOP + plotHeight + 17);
   if (hasStrip) {

@@ -70,7 +70,7 @@ class Panel {
     if (this.kind !== kind) {
       this.close();
       this.kind = kind;
-      this.plot = new Plot({ x: axis[1], y: words(this.key), isLog, height: metrics().length > 1 ? 320 : 440, onHover: (at) => this.hover(at) });
+      this.plot = new Plot({ x: axis[1], y: words(this.key), isLog, isWhole: axis[0] === "rounds", height: metrics().length > 1 ? 320 : 440, onHover: (at) => this.hover(at) });
       replace(this.plotBox, this.plot.box);
     }
     this.lines = lines;

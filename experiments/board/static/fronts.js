@@ -1,6 +1,6 @@
 // The candidates of a run's searches: accuracy over cost per tier, the fronts, and the architecture under the mouse.
 
-import { ask, chosen, code, get, h, hideTip, link, note, number, replace, segments, series, set, share, showTip } from "./base.js";
+import { ask, code, get, h, hideTip, link, note, number, reading, replace, segments, series, set, share, showTip } from "./base.js";
 import { Plot } from "./plot.js";
 import { currentRun } from "./page.js";
 
@@ -31,10 +31,9 @@ function draw() {
   if (!run) {
     close();
     replace(controls);
-    replace(box, note("No run is selected", ["Tick a run of a method that searches, such as fedoras or superfednas, in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), "."]));
-    return;
+    return replace(box, note("No run is selected", ["Tick a run of a method that searches, such as fedoras or superfednas, in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), "."]));
   }
-  if (!answer) return;
+  if (!answer) { close(); return replace(box, reading()); }
   if (!answer.tiers.length) {
     close();
     replace(controls);
@@ -51,7 +50,7 @@ function draw() {
   if (plotKind !== kind || !plot) {
     close();
     plotKind = kind;
-    plot = new Plot({ x: cost() === "macs" ? "MACs of a forward pass" : "parameters", y: "accuracy on validation data", height: 460, onHover: hover });
+    plot = new Plot({ x: cost() === "macs" ? "MACs of a forward pass" : "parameters", y: "accuracy on validation data", height: 460, isScatter: true, onHover: hover });
     replace(box, plot.box, h("div.scroll.values"));
   }
   lines = linesOf(answer);

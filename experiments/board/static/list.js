@@ -1,6 +1,6 @@
 // All runs as a table: only the rows that are seen are elements, so that thousands of runs cost as little as fifty.
 
-import { choose, chosen, code, day, duration, get, h, link, MOST_CHOSEN, note, number, replace, select, set, share, slotOf, startOf, stateOf, swatch } from "./base.js";
+import { choose, chosen, code, day, duration, get, h, link, MOST_CHOSEN, note, number, replace, select, set, share, short, slotOf, startOf, stateOf, swatch } from "./base.js";
 
 const ROW = 30, BEYOND = 8;
 const ORDER = ["running", "stalled", "dead", "failed", "interrupted", "unknown", "done"];
@@ -13,7 +13,7 @@ const COLUMNS = [
   { key: "dataset", text: "data", value: (run) => run.dataset ?? "", cell: (run) => run.dataset ?? "" },
   { key: "started", text: "started", isNumber: true, value: startOf, cell: (run) => day(startOf(run)) },
   { key: "took", text: "took", isNumber: true, value: took, cell: (run) => duration(took(run)) },
-  { key: "round", text: "round", isNumber: true, value: (run) => (run.rounds ? run.round / run.rounds : null), cell: roundCell },
+  { key: "round", text: "round", isNumber: true, value: (run) => (run.rounds && run.state !== "done" ? run.round / run.rounds : null), cell: roundCell, title: "of the stage in progress" },
   { key: "accuracy", text: "accuracy", isNumber: true, title: "of the final models on test data", value: (run) => run.accuracy, cell: (run) => share(run.accuracy) },
   { key: "validation", text: "validation", isNumber: true, title: "latest accuracy on validation data in training", value: (run) => run.validation, cell: (run) => share(run.validation) },
   { key: "message", text: "message", value: (run) => run.problem ?? run.message, cell: messageCell },
@@ -26,11 +26,11 @@ function took(run) {
 
 function nameCell(run) {
   const tags = run.tags.map((tag) => h("button.tag", { type: "button", title: `runs with the tag ${tag}`, onclick: () => set({ tag }) }, tag));
-  return [h("a.name", { href: link({ view: "run", run: run.id }), title: run.id }, run.name ?? run.id), tags];
+  return [h("a.name", { href: link({ view: "run", run: run.id }), title: run.id }, run.name ?? short(run.id)), tags];
 }
 
 function roundCell(run) {
-  if (!run.rounds) return "";
+  if (!run.rounds || run.state === "done") return "";
   const bar = h("span.bar", { "aria-hidden": "true" }, h("span", { style: { width: `${(100 * run.round) / run.rounds}%` } }));
   return [bar, `${run.round}/${run.rounds}`];
 }

@@ -1,6 +1,6 @@
 // The page: it asks for changes every two seconds while it is seen, and shows one view at a time.
 
-import { ask, choose, chosen, duration, get, h, hideTip, link, Lost, note, replace, set, stateOf, swatch, watch, onTheme } from "./base.js";
+import { ask, choose, chosen, duration, get, h, hideTip, link, Lost, note, replace, set, short, stateOf, swatch, watch, onTheme } from "./base.js";
 import { list } from "./list.js";
 import { curves } from "./curves.js";
 import { ablations } from "./ablations.js";
@@ -44,7 +44,7 @@ function showChosen() {
   const head = h("div.head", {}, h("b", {}, `${ids.length} selected`),
     ids.length ? h("button.plain", { type: "button", onclick: () => choose(ids, false) }, "clear") : null);
   const items = ids.map((id) => {
-    const known = store.runs.get(id), label = store.labels[id] ?? id;
+    const known = store.runs.get(id), label = store.labels[id] ?? short(id);
     const name = known?.name ? `${known.name} · ${label}` : label;
     const text = h("a.name", { href: link(isSingle ? { run: id } : { view: "run", run: id }), title: id }, name);
     return h("li", { "data-run": id, "aria-current": String(isSingle && id === current),
@@ -55,7 +55,7 @@ function showChosen() {
   replace(box, head, h("ul.runs", {}, items), ids.length ? null : h("p.soft", {}, "Tick runs in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), " to compare them here."));
 }
 
-const progress = (known) => (known.rounds ? `${known.stage} ${known.round}/${known.rounds}` : "");
+const progress = (known) => (known.rounds && known.state !== "done" ? `${known.stage} ${known.round}/${known.rounds}` : "");
 
 export const currentRun = () => {
   const ids = chosen();
@@ -74,11 +74,12 @@ async function poll() {
     const before = JSON.stringify(store.ablations);
     Object.assign(store, { version: answer.version, ablations: answer.ablations, results: answer.results, waiting: answer.waiting });
     if (isNew || before !== JSON.stringify(answer.ablations)) {
-      document.getElementById("where").textContent = answer.results;
+      Object.assign(document.getElementById("where"), { textContent: answer.results, title: answer.results });
       shown.update?.();
       showChosen();
     }
     answeredAt = Date.now();
+    if (document.getElementById("link").dataset.state !== "live") say("live", "live");
     await Promise.all([nameRuns(), shown.refresh?.()]);
     say("live", store.waiting ? `live · reading ${store.waiting} runs` : "live");
   } catch (error) {

@@ -4,6 +4,7 @@ import uPlot from "./uplot.js";
 import { css, h, number, onTheme } from "./base.js";
 
 const plots = new Set();
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((by) => by * 10 ** power));
 const watcher = new ResizeObserver((entries) => {
   for (const entry of entries) {
     const plot = [...plots].find((each) => each.box === entry.target);
@@ -22,11 +23,11 @@ function axis(label, unit, extra = {}) {
 
 // `lines` are {x, y, colour, dash, width, points} in the order in which they are drawn; colours are functions of the theme.
 export class Plot {
-  constructor({ x, y, xUnit = "", yUnit = "", isLog = false, height = 320, onHover, label }) {
+  constructor({ x, y, xUnit = "", yUnit = "", isLog = false, isWhole = false, isScatter = false, height = 320, onHover, label }) {
     this.box = h("div.plot", { role: "img", "aria-label": label ?? `${y} over ${x}` });
     this.lines = [];
     this.faint = null;
-    this.options = { x, y, xUnit, yUnit, isLog, height };
+    this.options = { x, y, xUnit, yUnit, isLog, isWhole, isScatter, height };
     this.onHover = onHover;
     plots.add(this);
     watcher.observe(this.box);
@@ -47,14 +48,14 @@ export class Plot {
   make() {
     this.u?.destroy();
     this.zoomed = false;
-    const { x, y, xUnit, yUnit, isLog, height } = this.options;
+    const { x, y, xUnit, yUnit, isLog, isWhole, isScatter, height } = this.options;
     const facets = [{ scale: "x", auto: true }, { scale: "y", auto: true }];
     const hidden = () => null;
     this.u = new uPlot({
       mode: 2, width: this.box.clientWidth, height, legend: { show: false }, padding: [8, 12, 0, 0],
       cursor: { points: { show: false }, focus: { prox: -1 }, dataIdx: hidden, drag: { x: true, y: true, uni: 20 } },
-      scales: { x: { time: false, range: (_, least, most) => padded(least, most, 0) }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, least, most) => padded(least, most, 0.04) } },
-      axes: [axis(x, xUnit, { size: 34 }), axis(y, yUnit)],
+      scales: { x: { time: false, range: (_, least, most) => padded(least, most, isScatter ? 0.03 : 0) }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, least, most) => padded(least, most, 0.04) } },
+      axes: [axis(x, xUnit, { size: 34, ...(isWhole ? { incrs: WHOLE } : {}) }), axis(y, yUnit)],
       series: [null, ...this.lines.map((_, i) => ({ facets, paths: (u, at) => this.paint(u, at - 1), label: String(i) }))],
       hooks: {
         setCursor: [(u) => this.hover(u)],

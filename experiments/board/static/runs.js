@@ -1,6 +1,6 @@
 // One run: how it stands, its facts, models and report; and the configurations of several, side by side.
 
-import { ask, check, chosen, code, day, duration, get, h, link, note, number, replace, share, slotOf, stateOf, swatch, choose, startOf } from "./base.js";
+import { ask, check, chosen, code, day, duration, get, h, link, note, number, reading, replace, share, slotOf, stateOf, swatch, choose, startOf } from "./base.js";
 import { currentRun } from "./page.js";
 
 let box, store, tags = {}, answer = null, of = "";
@@ -12,7 +12,7 @@ function draw() {
   const facts = [
     ["state", stateOf(known.state)],
     ["last sign of life", known.beat == null ? "" : `${duration(Math.max(0, Date.now() / 1000 - known.beat))} ago`],
-    ["stage", known.rounds ? `${known.stage}, round ${known.round} of ${known.rounds}` : ""],
+    ["stage", known.rounds && known.state !== "done" ? `${known.stage}, round ${known.round} of ${known.rounds}` : ""],
     ["message", known.message], ["problem", known.problem],
     ["preset", known.preset], ["method", known.method], ["data", known.dataset], ["started", day(startOf(known))],
     ["accuracy", share(known.accuracy)], ["validation", share(known.validation)], ["tags", known.tags.join(", ")],
@@ -33,7 +33,7 @@ function draw() {
     h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     more?.problem ? note("Its tables cannot be read", more.problem) : null,
     more && Object.keys(more.rows).length ? h("p.soft", {}, Object.entries(more.rows).map(([table, rows]) => `${rows} ${table}`).join(" · ")) : null,
-    more?.models?.length ? [h("h2", {}, "Models"), h("table", {}, h("thead", {}, h("tr", {}, ["stage", "tier", "architecture", "MACs", "parameters"].map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, more.models.map((model) => h("tr", {}, h("td", {}, model.stage), h("td", {}, model.tier), h("td.arch", {}, model.architecture), h("td.number", {}, number(model.macs)), h("td.number", {}, number(model.parameters))))))] : null,
+    more?.models?.length ? [h("h2", {}, "Models"), h("table", {}, h("thead", {}, h("tr", {}, ["tier", "architecture", "MACs", "parameters", "file"].map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, more.models.map((model) => h("tr", {}, h("td", {}, model.tier), h("td.arch", {}, model.architecture), h("td.number", {}, number(model.macs)), h("td.number", {}, number(model.parameters)), h("td.soft", {}, model.file)))))] : null,
     more?.facts?.length ? details("recorded", h("dl", {}, more.facts.flatMap((fact) => [h("dt", { title: fact.meaning }, fact.name), h("dd", {}, fact.value)]))) : null,
     more?.config?.length ? details("configuration", h("dl.config", {}, more.config.flatMap(([key, value]) => [h("dt", {}, key), h("dd", {}, value)]))) : null);
 }
@@ -71,7 +71,7 @@ let table, differing = null, differTags = {};
 function drawDifferences() {
   const ids = chosen();
   if (ids.length < 2) return replace(table, note("Two runs make a difference", ["Tick two or more in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), ": their configurations stand here side by side."]));
-  if (!differing) return undefined;
+  if (!differing) return replace(table, reading());
   const isAll = get("all") === "1", words = get("key").toLowerCase();
   const rows = differing.rows.filter((row) => (isAll || row.differs) && row.key.toLowerCase().includes(words));
   const problems = Object.entries(differing.problems).map(([id, problem]) => h("p.advice", {}, `${id}: ${problem}`));
