@@ -13,14 +13,17 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fedloom.experiments.benchmarks.processes import printed
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.results.paths import Names, RunPaths, list_runs, write_names
 from fedloom.platform.results.status import StatusFile, WrittenState
@@ -102,6 +105,62 @@ def _template(paths: RunPaths, i: int, rounds: int) -> RunPaths:
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LISTED = """(runs) => new Promise((resolve) => {
+  const isListed = () => document.querySelectorAll("table.list tr[data-run]").length > 10
+    && document.querySelector(".count").textContent.startsWith(runs + " runs");
+  const look = () => isListed() ? resolve(performance.now()) : requestAnimationFrame(look);
+  look();
+})"""
+"""Milliseconds from the opening of the page until the runs are listed."""
+DRAWN = """([hash, curves, metric]) => new Promise((resolve) => {
+  const begun = performance.now();
+  location.hash = hash;
+  const panel = () => document.querySelector(`section[data-metric="${metric}"][data-drawn="${curves}"] canvas`);
+  const shown = () => resolve(performance.now() - begun);
+  const look = () => requestAnimationFrame(panel() ? shown : look);
+  look();
+})"""
+"""Milliseconds from the choice of curves until they are on the screen."""
+
+IDLE = """async () => {
+  const { version } = await (await fetch("api/runs")).json();
+  return (await (await fetch("api/runs?since=" + version)).text()).length;
+}"""
+"""Bytes of the answer to a page that has everything."""
+
+
+def measure(folder: Path, curves: int) -> dict[str, Any]:
+    """The figures of a folder of results, from a board and a browser that are started for it."""
+    from playwright.sync_api import sync_playwright
+
+    runs = [paths.run_id for paths in list_runs(folder)]
+    command = [sys.executable, "-m", "fedloom.experiments", "board", "--results", str(folder), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as board, sync_playwright() as driver:
+        assert board.stdout is not None
+        url = json.loads(board.stdout.readline())["url"]
+        path = next(path for name in BROWSERS if (path := shutil.which(name)))
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1300, "height": 800})
+        figures: dict[str, Any] = {"runs": len(runs), "curves": curves}
+        for name in ("first_list_s", "list_s"):
+            page.goto("about:blank")
+            page.goto(url)
+            figures[name] = round(page.evaluate(LISTED, len(runs)) / 1000, 3)
+        begun_s = time.monotonic()
+        page.wait_for_selector("#link:text-is('live')", timeout=600_000)
+        figures["all_tables_read_s"] = round(time.monotonic() - begun_s, 1)
+        chosen = f"view=curves&metrics=loss&runs={','.join(runs[:curves])}"
+        for name, axis in (("curves_s", "rounds"), ("curves_again_s", "hours")):
+            page.evaluate("document.querySelector('section.panel')?.removeAttribute('data-drawn')")
+            figures[name] = round(page.evaluate(DRAWN, [f"{chosen}&axis={axis}", curves, "loss"]) / 1000, 3)
+        page.wait_for_timeout(4000)
+        figures["idle_answer_bytes"] = page.evaluate(IDLE)
+        figures["page_bytes"] = page.evaluate("performance.memory.usedJSHeapSize")
+        browser.close()
+        board.terminate()
+    return figures
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the results and prints how long the board takes."""
@@ -116,4 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not list_runs(folder):
             write_many(folder, args.runs, args.rounds)
         figures = measure(folder, args.curves)
-    printed(figures)
+    for name, value in figures.items():
+        print(f"{name:20} {value}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """The list of all runs and ablations, which follows their files: only what has changed is read again.
 
-The status and the names of runs are small files that are read at once. What the list shows of their tables comes behind,
-the newest runs first, in a thread that rests while nothing changes.
+The status and the names of runs are small files that are read at once. What the list shows of their tables follows, the
+newest runs first, in a thread that rests while nothing changes.
 """
 
 import json

@@ -62,8 +62,8 @@ def check_address(host: str, token: str) -> None:
         raise ValueError(f"the token has {len(token)} characters: give at least {LEAST_TOKEN}")
     if not token and not is_loopback(host):
         raise ValueError(
-            f"--host {shown(host)} is reached from other machines: give FEDLOOM_BOARD_TOKEN (or --token) a secret of at "
-            f"least {LEAST_TOKEN} characters, or leave --host out and forward the port with ssh -L"
+            f"--host {shown(host)} is reached from other machines: give FEDLOOM_BOARD_TOKEN (or --token) a secret of "
+            f"at least {LEAST_TOKEN} characters, or leave --host out and forward the port with ssh -L"
         )
 
 

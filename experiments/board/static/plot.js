@@ -110,7 +110,7 @@ export class Plot {
   hover(u) {
     const { left, top } = u.cursor;
     if (!(left >= 0) || !this.onHover) return;
-    let best = null, least = 60 * 60;
+    let best = null, least = this.options.isScatter ? 40 * 40 : Infinity;
     this.lines.forEach((line, at) => {
       if (line.isQuiet) return;
       const from = line.points ? 0 : nearest(line.x, u.posToVal(left, "x"));
