@@ -27,7 +27,7 @@ from fedloom.experiments.board.index import Index, Stamps, stamps_of, to_json
 from fedloom.experiments.store.ablations import FOLDER, ablation_ids
 from fedloom.platform.results.files import read_file, stamp_of
 from fedloom.platform.results.paths import RunPaths
-from fedloom.platform.words import shown
+from fedloom.platform.words import said, shown
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -122,7 +122,7 @@ class Board:
             except web.HTTPException as error:
                 response = _text(error.status, error.reason)
             except views.UNREADABLE as error:
-                response = _text(400, views.said(error))
+                response = _text(400, said(error))
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         return response
@@ -214,8 +214,8 @@ class Board:
 
     async def _curves(self, request: web.Request) -> web.Response:
         query = request.query
-        chosen = {"stage": query.get("stage", ""), "metric": query.get("metric", "loss")}
-        view = partial(views.curves, **chosen, axis=query.get("axis", "rounds"))
+        stage, metric, axis = query.get("stage", ""), query.get("metric", "loss"), query.get("axis", "rounds")
+        view = partial(views.curves, stage=stage, metric=metric, axis=axis)
         return await self._of_runs(view, "rounds", "evaluations")(request)
 
     def _of_run(

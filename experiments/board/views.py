@@ -247,7 +247,9 @@ def curves(reader: Reader, runs: Sequence[RunPaths], stage: str, metric: str, ax
     found: dict[str, Any] = {}
     extra = (metric,) if metric in OF_ROUNDS and metric not in ROUND_COLUMNS else ()
     for paths in runs:
-        x, y, problem = [], [], None
+        x: list[float] = []
+        y: list[float] = []
+        problem = None
         try:
             rounds = reader.table(paths, "rounds", (*ROUND_COLUMNS, *extra))
             if rounds.num_rows:
@@ -294,7 +296,7 @@ def _since_the_beginning(frame: pa.Table, rounds: np.ndarray, done: np.ndarray, 
     spent = (columns[0] + columns[1]) / 1e6 if axis == "megabytes" else columns[2] / 3600
     if not len(rounds):
         return np.where(done == 0, 0.0, np.nan)
-    return np.interp(done, np.concatenate([[0], rounds + 1]), np.concatenate([[0.0], np.cumsum(spent)]))
+    return np.asarray(np.interp(done, np.concatenate([[0], rounds + 1]), np.concatenate([[0.0], np.cumsum(spent)])))
 
 
 def _short(values: np.ndarray) -> list[float]:

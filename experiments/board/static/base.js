@@ -179,7 +179,7 @@ const MARKS = { running: "▶", done: "✓", failed: "✕", dead: "✝", stalled
   waiting: "…", stopped: "■", died: "✝", refused: "⊘", unsent: "⇡" };
 
 export const stateOf = (state) => h("span.state", { "data-state": state },
-  h("span.mark", { "aria-hidden": "true" }, MARKS[state] ?? "·"), state);
+  h("span.mark", { "aria-hidden": "true" }, MARKS[state] ?? "·"), h("span.word", {}, state));
 
 const PREFIXES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 

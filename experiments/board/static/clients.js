@@ -3,14 +3,15 @@
 import { ask, css, get, h, hideTip, link, note, number, onTheme, reading, replace, select, set, shade, share, showTip } from "./base.js";
 import { currentRun } from "./page.js";
 
-const COLOURS = { ok: "#56B4E9", failed: "#D55E00", dropped: "#8C564B", timed_out: "#E69F00", over_selected: "#009E73", stale: "#CC79A7" };
+const COLOURS = { ok: "#56B4E9", over_selected: "#009E73", stale: "#CC79A7", timed_out: "#E69F00", dropped: "#8C564B", failed: "#D55E00" };
 const MEANINGS = { ok: "its work was used", failed: "its work failed", dropped: "the device dropped out", timed_out: "it answered after the deadline", over_selected: "others were faster", stale: "its answer was too old" };
 const MEASURES = [["", "how it ended"], ["metric", "accuracy in training"], ["loss", "loss in training"], ["simulated_s", "simulated seconds"], ["bytes_up", "bytes sent"], ["bytes_down", "bytes received"], ["samples", "samples"], ["staleness", "staleness"], ["wall_s", "real seconds"]];
 const ORDERS = [["id", "number"], ["tier", "tier"], ["accuracy", "final accuracy"], ["trouble", "most trouble first"], ["tasks", "most tasks first"]];
-const LEFT = 64, TOP = 8, BOTTOM = 30, STRIP = 46, STRIP_GAP = 14, MOST_HIGH = 900;
+const LEFT = 64, TOP = 8, BOTTOM = 30, STRIP = 46, STRIP_GAP = 14, MOST_HIGH = 1500;
 
 let root, store, controls, box, tags = {}, answer = null, of = "", layout = null, cursor = null, fit = null;
 
+const inOrder = (states) => [...states].sort((a, b) => Object.keys(COLOURS).indexOf(a) - Object.keys(COLOURS).indexOf(b));
 const colourOfState = (state) => COLOURS[state] ?? css("--soft");
 
 // The clients in order, the rounds' range, and the row that each cell shows.
@@ -85,7 +86,7 @@ function draw() {
   ctx.font = "12px system-ui, sans-serif";
   ctx.textAlign = "right";
   ctx.textBaseline = "middle";
-  const every = Math.max(1, Math.ceil(15 / high));
+  const every = nice(15 / high);
   for (let i = 0; i < numClients; i += every) ctx.fillText(`${plan.clients[i].client}`, LEFT - 6, TOP + (i + 0.5) * high);
   ctx.textAlign = "center";
   ctx.textBaseline = "top";
@@ -129,7 +130,7 @@ function legend(view, counts, isMeasure, least, most, plan) {
     for (let i = 0; i < 120; i++) { ctx.fillStyle = `rgb(${shade(i / 119)})`; ctx.fillRect(i, 0, 1, 10); }
     return h("div.legend", {}, sum, h("span", {}, number(least), " ", bar, " ", number(most)));
   }
-  return h("div.legend", {}, sum, view.states.map((state, i) => h("span", { title: MEANINGS[state] ?? "" }, h("span.dot", { style: { background: colourOfState(state) } }), `${state.replaceAll("_", " ")} ${counts[i]}`)));
+  return h("div.legend", {}, sum, inOrder(view.states).map((state) => [state, view.states.indexOf(state)]).map(([state, i]) => h("span", { title: MEANINGS[state] ?? "" }, h("span.dot", { style: { background: colourOfState(state) } }), `${state.replaceAll("_", " ")} ${counts[i]}`)));
 }
 
 function pick(x, y, pageX, pageY) {

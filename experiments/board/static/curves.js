@@ -6,7 +6,7 @@ import { nearest, Plot } from "./plot.js";
 const AXES = [["rounds", "rounds", ""], ["megabytes", "megabytes sent and received", ""], ["hours", "simulated hours", ""]];
 const USUAL = "loss,metric";
 const WORDS = { metric: "accuracy of the clients in training", loss: "loss of the clients in training" };
-const MOST_IN_TIP = 10;
+const MOST_IN_TIP = 8;
 
 export const words = (key) => {
   if (WORDS[key]) return WORDS[key];
@@ -86,7 +86,8 @@ class Panel {
     if (!at) return hideTip();
     const line = this.lines[at.at];
     const others = this.lines.filter((other) => !other.isQuiet).map((other) => [other, nearest(other.x, line.x[at.i])])
-      .sort(([a, i], [b, j]) => (b === line) - (a === line) || b.y[j] - a.y[i]).slice(0, MOST_IN_TIP);
+      .sort(([a, i], [b, j]) => (b === line) - (a === line) || Math.abs(a.y[i] - at.value) - Math.abs(b.y[j] - at.value)).slice(0, MOST_IN_TIP)
+      .sort(([a, i], [b, j]) => b.y[j] - a.y[i]);
     const rows = others.map(([other, i]) => h(other === line ? "tr.now" : "tr", {}, h("td", {}, swatch(other.id)), h("td.number", {}, number(other.y[i])), h("td", {}, store.labels[other.id] ?? other.id)));
     const left = this.lines.filter((other) => !other.isQuiet).length - others.length;
     showTip(at.x, at.y, h("div", {}, `${get("axis", "rounds")} ${number(line.x[at.i])}`), h("table", {}, rows), left > 0 ? h("div.soft", {}, `and ${left} more`) : null);

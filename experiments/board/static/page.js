@@ -110,6 +110,7 @@ async function nameRuns() {
 
 watch(() => {
   const before = shown;
+  hideTip();
   show();
   if (shown === before) shown.change?.();
   void settle();

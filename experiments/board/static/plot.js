@@ -52,9 +52,9 @@ export class Plot {
     const facets = [{ scale: "x", auto: true }, { scale: "y", auto: true }];
     const hidden = () => null;
     this.u = new uPlot({
-      mode: 2, width: this.box.clientWidth, height, legend: { show: false }, padding: [8, 12, 0, 0],
+      mode: 2, width: this.box.clientWidth, height, legend: { show: false }, padding: [8, 22, 0, 0],
       cursor: { points: { show: false }, focus: { prox: -1 }, dataIdx: hidden, drag: { x: true, y: true, uni: 20 } },
-      scales: { x: { time: false, range: (_, least, most) => padded(least, most, isScatter ? 0.03 : 0) }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, least, most) => padded(least, most, 0.04) } },
+      scales: { x: { time: false, range: (_, least, most) => padded(least, most, isScatter ? 0.03 : 0) }, y: { distr: isLog ? 3 : 1, range: (_, least, most) => (isLog ? [(least ?? 0.1) / 1.1, (most ?? 1) * 1.1] : padded(least, most, 0.04)) } },
       axes: [axis(x, xUnit, { size: 34, ...(isWhole ? { incrs: WHOLE } : {}) }), axis(y, yUnit)],
       series: [null, ...this.lines.map((_, i) => ({ facets, paths: (u, at) => this.paint(u, at - 1), label: String(i) }))],
       hooks: {
@@ -106,7 +106,7 @@ export class Plot {
     return null;
   }
 
-  // The point nearest to the mouse: `onHover` gets the line's and the point's number and where the mouse is.
+  // The point nearest to the mouse: `onHover` gets the line's and the point's number, where the mouse is, and its y.
   hover(u) {
     const { left, top } = u.cursor;
     if (!(left >= 0) || !this.onHover) return;
@@ -122,7 +122,7 @@ export class Plot {
       }
     });
     const place = u.over.getBoundingClientRect();
-    this.onHover(best && { ...best, x: place.left + left, y: place.top + top, value: u.posToVal(left, "x") });
+    this.onHover(best && { ...best, x: place.left + left, y: place.top + top, value: u.posToVal(top, "y") });
   }
 
   destroy() {
