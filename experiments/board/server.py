@@ -100,6 +100,7 @@ class Board:
                 web.get("/api/fronts", self._of_run(views.fronts, "candidates")),
                 web.get("/api/architecture", self._architecture),
                 web.get("/api/ablation", self._ablation),
+                web.get("/api/importances", self._importances),
                 web.get("/report/{name}", self._report),
                 web.post("/login", self._login),
             ]
@@ -243,15 +244,22 @@ class Board:
         return await view(request)
 
     async def _ablation(self, request: web.Request) -> web.Response:
+        folder, stamps = await self._ablation_of(request)
+        return await self._view(request, stamps, lambda: views.ablation_view(self.reader, self.index.root, folder))
+
+    async def _importances(self, request: web.Request) -> web.Response:
+        folder, stamps = await self._ablation_of(request)
+        measure = request.query.get("measure", "")
+        view = partial(views.importance_view, self.reader, self.index.root, folder, measure)
+        return await self._view(request, stamps, view)
+
+    async def _ablation_of(self, request: web.Request) -> tuple[Path, Callable[[], Stamps]]:
+        """The folder of the ablation that a request names, and the stamps of what its views show."""
         name, root = request.query.get("ablation", ""), self.index.root
         if name not in await asyncio.to_thread(ablation_ids, root):
             raise ValueError(f"no ablation {shown(name)} under {root}")
-        folder = root / FOLDER / name
-        return await self._view(
-            request,
-            lambda: (*views.ablation_stamps(self.reader, root, folder), stamp_of(views.report_file(root, name))),
-            lambda: views.ablation_view(self.reader, root, folder),
-        )
+        folder, report = root / FOLDER / name, views.report_file(root, name)
+        return folder, lambda: (*views.ablation_stamps(self.reader, root, folder), stamp_of(report))
 
     async def _report(self, request: web.Request) -> web.Response:
         name, root = request.match_info["name"], self.index.root

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute
 
-from fedloom.experiments.analysis.ablation import ablation_frame, axis_value
+from fedloom.experiments.analysis.ablation import ablation_frame, axis_value, values_of
+from fedloom.experiments.analysis.importances import MORE, NOISE, importances
 from fedloom.experiments.analysis.outcomes import OUTCOMES
 from fedloom.experiments.analysis.settings import NOT_SET, differing, essential, flat, names_apart, value_text
 from fedloom.experiments.analysis.subnets import decoded
 from fedloom.experiments.analysis.tables import (
     EVALUATION,
     GAINS,
+    METRIC,
     SEARCH,
     load_paths,
     natural,
@@ -48,7 +51,7 @@ class Reader:
 
     def __init__(self, most_bytes: int = MOST_CACHED_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._known: OrderedDict[Any, tuple[Stamps, Any, int]] = OrderedDict()
+        self._known: OrderedDict[Any, tuple[tuple[Any, ...], Any, int]] = OrderedDict()
         self._size_bytes = 0
         self._lock = threading.Lock()
         self.read = 0
@@ -59,7 +62,7 @@ class Reader:
         stamps = stamps_of(paths, table)
         return self.value((paths, table, columns), stamps, lambda: _sized(read_columns(paths, table, columns)))
 
-    def value(self, key: Any, stamps: Stamps, make: Callable[[], tuple[Any, int]]) -> Any:
+    def value(self, key: Any, stamps: tuple[Any, ...], make: Callable[[], tuple[Any, int]]) -> Any:
         """What `make` returned beside its size in bytes when the files had these stamps."""
         value = self.known(key, stamps)
         if value is None:
@@ -67,7 +70,7 @@ class Reader:
             self.remember(key, stamps, value, size_bytes)
         return value
 
-    def known(self, key: Any, stamps: Stamps) -> Any:
+    def known(self, key: Any, stamps: tuple[Any, ...]) -> Any:
         """What is remembered of files with these stamps; None if nothing is."""
         with self._lock:
             if key not in self._known or self._known[key][0] != stamps:
@@ -75,7 +78,7 @@ class Reader:
             self._known.move_to_end(key)
             return self._known[key][1]
 
-    def remember(self, key: Any, stamps: Stamps, value: Any, size_bytes: int) -> None:
+    def remember(self, key: Any, stamps: tuple[Any, ...], value: Any, size_bytes: int) -> None:
         """Remembers a value that was made from files with these stamps, and forgets those not asked for the longest."""
         with self._lock:
             self.read += 1
@@ -454,6 +457,33 @@ def _outcomes(reader: Reader, root: Path, ablation: Ablation) -> tuple[dict[str,
             outcomes[paths.run_id] = computed[paths.run_id]
             reader.remember((paths, "outcomes"), stamps, computed[paths.run_id], 1000)
     return outcomes, problems
+
+
+def importance_view(reader: Reader, root: Path, folder: Path, measure: str) -> dict[str, Any]:
+    """How much each axis, and on a grid each pair of axes, decides about an outcome (see `importances`)."""
+    if measure not in OUTCOMES:
+        raise ValueError(f"measure={shown(measure)}: there are {', '.join(OUTCOMES)}")
+    ablation = planned(reader, folder)
+    outcomes, _ = _outcomes(reader, root, ablation)
+    trials = [trial for trial in ablation.trials if outcomes.get(trial.run_id, {}).get(METRIC) is not None]
+    values = [outcomes[trial.run_id][measure] for trial in trials]
+    columns: dict[str, Any] = {"seed": [trial.seed for trial in trials], measure: pd.array(values, dtype="float64")}
+    for axis in ablation.axes:
+        known = [axis_value(trial.setting[axis]) for trial in trials]
+        columns[axis] = pd.Categorical(known, categories=values_of(ablation, axis), ordered=True)
+
+    def make() -> tuple[list[Any], int]:
+        rows = importances(pd.DataFrame(columns), ablation, measure)
+        rows = rows.sort_values(["order", "importance"], ascending=[True, False], key=_seeds_last)
+        return rows.to_dict("records"), 1000
+
+    # Not by the stamps of files: those of running trials change every second, and a forest takes seconds.
+    rows = reader.value((folder, "importances", measure), tuple(zip(columns["seed"], values, strict=True)), make)
+    return {"measure": measure, "importances": rows}
+
+
+def _seeds_last(column: "pd.Series[Any]") -> "pd.Series[Any]":
+    return column.replace(NOISE, MORE + 1) if column.name == "order" else column
 
 
 def _outcomes_of(runs: Sequence[RunPaths], ablation: Ablation) -> dict[str, Outcomes]:

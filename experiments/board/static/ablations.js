@@ -5,7 +5,7 @@ import { ask, choose, chosen, code, colourOf, css, get, h, hideTip, link, note, 
 const TOP = 46, BOTTOM = 26, HEIGHT = 380, SIDE = 70;
 const USUAL = ["accuracy", "total_bytes", "simulated_s"];
 
-let root, store, tags = {}, answer = null, wanted = "", box, listBox, brushes = new Map(), fit = null, wide = 0;
+let root, store, tags = {}, answer = null, wanted = "", box, listBox, brushes = new Map(), fit = null, wide = 0, weights = null, weightTags = {};
 
 const current = () => get("ablation") || store.ablations.at(-1)?.id || "";
 const outcomeText = (outcome, value) => (/accuracy|worst_client/.test(outcome.name) ? share(value) : number(value, outcome.unit));
@@ -42,6 +42,9 @@ function columnsOf(view) {
   });
   return [...axes, ...outcomes];
 }
+
+// The outcome that the lines are coloured by, or accuracy where that is an axis.
+const measure = () => (answer && !answer.outcomes.some((outcome) => outcome.name === get("colour", "accuracy")) ? "accuracy" : get("colour", "accuracy"));
 
 const passes = (trial, columns) => columns.every((column) => {
   const brush = brushes.get(column.name);
@@ -84,7 +87,7 @@ function draw() {
   replace(box, h("h2", {}, view.title || view.id), h("div.tools", {},
     select("colour by", "colour", columns.filter((column) => !column.isEmpty).map((column) => [column.name, column.kind === "axis" ? column.name : column.name.replaceAll("_", " ")]), by.name),
     outcomePicker(view), h("span.soft.hint", {}, "drag on an axis to brush it, or focus it and use the arrow keys (Shift: its size, Esc: off)")),
-    count, h("div.scroll", {}, svg), importances(view), table(view, columns, passing, open));
+    count, h("div.scroll", {}, svg), importances(), table(view, columns, passing, open));
   if (focused) box.querySelector(`g.axis[data-axis="${CSS.escape(focused)}"]`)?.focus();
 }
 
@@ -174,11 +177,16 @@ function tell(event, trial, view) {
   showTip(event.clientX, event.clientY, h("div", {}, `trial ${trial.index} `, stateOf(trial.state)), h("table", {}, rows.map(([name, value]) => h("tr", {}, h("td.soft", {}, name), h("td.number", {}, value)))));
 }
 
-function importances(view) {
-  const known = view.importances;
-  if (!known?.length) return null;
-  const most = Math.max(...known.map((row) => row.importance), 1e-9);
-  return h("section.importances", {}, h("h3", {}, `Importances of the axes for ${view.measure ?? "accuracy"}`), h("table", {}, known.map((row) => h("tr", {}, h("th", { scope: "row" }, row.axis), h("td.barcell", {}, h("span.bar.long", {}, h("span", { style: { width: `${(100 * row.importance) / most}%` } }))), h("td.number", {}, share(row.importance))))));
+const METHODS = {
+  variance: "the share of the variance between the trials that an axis decides about by itself, or two only together, without what the noise of the seeds adds",
+  forest: "the share of the variance that an axis decides about with all its interactions, as a random forest learns it: random searches and grids with trials missing have no exact shares",
+};
+
+function importances() {
+  if (!weights?.importances.length) return null;
+  const rows = weights.importances;
+  return h("section.importances", {}, h("h3", {}, `What decides about ${weights.measure.replaceAll("_", " ")}`), h("table", {}, rows.map((row) => h("tr", {}, h("th", { scope: "row" }, row.axes), h("td", {}, h("span.bar.long", { "aria-hidden": "true" }, h("span", { style: { width: `${100 * row.importance}%` } }))), h("td.number", {}, share(row.importance))))),
+    h("p.soft.small", {}, METHODS[rows[0].method]));
 }
 
 function table(view, columns, passing, open) {
@@ -197,7 +205,8 @@ export const ablations = {
     box = h("div.ablation");
     root.append(listBox, box);
     tags = {};
-    answer = null;
+    weightTags = {};
+    answer = weights = null;
     recall();
     drawList();
     fit = new ResizeObserver(() => { if (answer && Math.abs((box.querySelector("svg.parallel")?.clientWidth ?? 0)  - box.clientWidth) > 2 && box.clientWidth !== wide) { wide = box.clientWidth; draw(); } });
@@ -213,14 +222,20 @@ export const ablations = {
     if (!id) return;
     if (id !== wanted) {
       wanted = id;
-      answer = null;
+      answer = weights = null;
       tags = {};
+      weightTags = {};
       draw();
     }
     const view = await ask("api/ablation", { ablation: id }, tags);
-    if (view && !document.querySelector(".grip:active")) {
+    if (view && id === wanted) {
       answer = view;
-      draw();
+      if (!document.querySelector(".grip:active")) draw();
+    }
+    const other = await ask("api/importances", { ablation: id, measure: measure() }, weightTags);
+    if (other && id === wanted) {
+      weights = other;
+      if (!document.querySelector(".grip:active")) draw();
     }
   },
   leave() { fit?.disconnect(); },
