@@ -64,9 +64,13 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Seen:
-    """A run as it was read last; `values` is what the list shows, `version` when that changed last."""
+    """A run as it was read last; `values` is what the list shows, `version` when that changed last.
+
+    `watched` are the files that are looked at every time, and `files` what they were.
+    """
 
     paths: RunPaths
+    watched: tuple[Path, Path]
     files: Stamps = ()
     tables: Stamps | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -154,11 +158,11 @@ class Index:
                 self._waiting.pop(run_id, None)
         for run_id, paths in listed.items():
             if run_id not in self._runs:
-                self._runs[run_id] = Seen(paths)
+                self._runs[run_id] = Seen(paths, (paths.status, paths.artifacts / NAMES))
                 self._gone.pop(run_id, None)
 
     def _look_at(self, run_id: str, seen: Seen) -> None:
-        files = (stamp_of(seen.paths.status), stamp_of(seen.paths.artifacts / NAMES))
+        files = (stamp_of(seen.watched[0]), stamp_of(seen.watched[1]))
         # A run that says that it is running may have died or stalled, which its file does not tell.
         if files == seen.files and seen.values.get("state") not in ("running", "stalled"):
             return

@@ -303,9 +303,10 @@ def _since_the_beginning(frame: pa.Table, rounds: np.ndarray, done: np.ndarray, 
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """The values in single precision, which is enough for a picture: an answer is half as long."""
-    texts = np.char.mod("%.7g", values)
-    return list(map(float, texts.tolist()))
+    """The values in seven digits, which is enough for a picture: an answer is half as long."""
+    size = np.abs(values)
+    scale = 10.0 ** (6 - np.floor(np.log10(size, where=size > 1e-280, out=np.zeros(len(size)))))
+    return (np.round(values * scale) / scale).tolist()
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------

@@ -659,6 +659,32 @@ def test_an_ablation_is_brushed_with_the_mouse_and_the_keys(tmp_path: Path, open
         page.wait_for_selector("path.trial.chosen")
 
 
+OFTEN = """async (times) => {
+  for (let i = 0; i < times; i++) {
+    document.dispatchEvent(new Event("visibilitychange"));
+    await new Promise((resolve) => setTimeout(resolve, 40));
+  }
+  return [document.querySelectorAll("*").length, document.querySelectorAll("canvas").length];
+}"""
+"""Has the page ask many times, and counts its elements."""
+
+
+def test_a_page_that_stays_open_does_not_grow(tmp_path: Path, open_board: Callable[..., Opened]) -> None:
+    writers = [add_run(tmp_path, name, state="running", seed=i) for i, name in enumerate(("a1", "b2"))]
+    with served(tmp_path) as site:
+        for view in ("curves", "clients", "runs"):
+            page = open_board(site).show(view=view, runs="a1,b2")
+            page.wait_for_selector("#link[data-state=live]")
+            page.wait_for_timeout(300)
+            before = page.evaluate(OFTEN, 1)
+            read = site.board.reader.read
+            for message in ("one", "two", "three"):
+                StatusFile(writers[0].paths.status).write("running", message=message)
+                after = page.evaluate(OFTEN, 10)
+            assert after == before, view
+            assert site.board.reader.read == read, "its tables are as they were"
+
+
 def test_curves_clients_and_fronts_say_what_is_under_the_mouse(
     tmp_path: Path, trained: RunPaths, open_board: Callable[..., Opened]
 ) -> None:
