@@ -40,6 +40,11 @@ EVALUATION_COLUMNS = ("stage", "model", "client_id", "split", "metric", "value")
 SETTLED_NS = 2_000_000_000
 """The age from which the time of a folder's last change tells all changes."""
 
+UNREADABLE = (
+    ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, pa.ArrowException
+)  # fmt: skip
+"""What damaged or foreign files raise; the page says it in the run's place."""
+
 Stamps = tuple[Stamp | None, ...]
 
 
@@ -277,7 +282,7 @@ def _of_tables(paths: RunPaths) -> dict[str, Any]:
             values |= {name: plain(value) for name, value in row.items()}
             values |= {n: called(shown(values[n], most=LONGEST)) for n in ("method", "dataset") if values[n]}
         values |= _accuracies(read_columns(paths, "evaluations", EVALUATION_COLUMNS))
-    except (ValueError, OSError, pa.ArrowException) as error:
+    except UNREADABLE as error:
         values["problem"] = said(error)
     return values
 

@@ -23,7 +23,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from fedloom.experiments.board import views
-from fedloom.experiments.board.index import Index, Stamps, stamps_of, to_json
+from fedloom.experiments.board.index import UNREADABLE, Index, Stamps, stamps_of, to_json
 from fedloom.experiments.store.ablations import FOLDER, ablation_ids
 from fedloom.platform.results.files import read_file, stamp_of
 from fedloom.platform.results.paths import RunPaths
@@ -122,7 +122,7 @@ class Board:
                 response = await handler(request)
             except web.HTTPException as error:
                 response = _text(error.status, error.reason)
-            except views.UNREADABLE as error:
+            except UNREADABLE as error:
                 response = _text(400, said(error))
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
@@ -307,7 +307,7 @@ async def serve(results: Path, host: str, port: int, token: str, tell: Callable[
             ) from error
         board.index.start()
         port = runner.addresses[0][1]
-        name = f"[{host}]" if ":" in host else host
+        name = platform.node() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         tell(f"http://{name}:{port}/")
         await board.refresh()  # whoever opens the page finds the runs listed
         await ended.wait()

@@ -20,7 +20,7 @@ from fedloom.experiments.analysis.ablation import ablation_frame, axis_value, va
 from fedloom.experiments.analysis.importances import MORE, NOISE, importances
 from fedloom.experiments.analysis.outcomes import OUTCOMES
 from fedloom.experiments.analysis.settings import NOT_SET, differing, essential, flat, names_apart, value_text
-from fedloom.experiments.analysis.subnets import decoded
+from fedloom.experiments.analysis.subnets import FRONT, SAMPLES, decoded
 from fedloom.experiments.analysis.tables import (
     EVALUATION,
     GAINS,
@@ -30,7 +30,7 @@ from fedloom.experiments.analysis.tables import (
     natural,
     with_training,
 )
-from fedloom.experiments.board.index import LONGEST, Stamps, plain, read_columns, stamps_of
+from fedloom.experiments.board.index import LONGEST, UNREADABLE, Stamps, plain, read_columns, stamps_of
 from fedloom.experiments.store.ablations import PLAN, Ablation, read_ablation
 from fedloom.experiments.store.trials import ENDS, trial_states
 from fedloom.platform.results.files import from_json, stamp_of
@@ -42,8 +42,6 @@ MOST_CACHED_BYTES = 1 << 28
 """Memory for tables that were read before, 256 MiB."""
 MOST_ROWS = 400_000
 """Rows of clients in one heat map; of more, the last rounds are shown."""
-UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError, pa.ArrowException)
-"""What damaged or foreign files raise; the page says it in the run's place."""
 
 
 class Reader:
@@ -377,7 +375,11 @@ def fronts(reader: Reader, paths: RunPaths) -> dict[str, Any]:
             columns = by_tier.setdefault(shown(row["tier"] or "", most=LONGEST), {n: [] for n in OF_CANDIDATES})
             for name in OF_CANDIDATES:
                 columns[name].append(plain(row[name]))
-    return {"tiers": [{"tier": tier, **by_tier[tier]} for tier in sorted(by_tier, key=natural)]}
+    return {"tiers": [{"tier": tier, **by_tier[tier]} for tier in sorted(by_tier, key=_tiers_first)]}
+
+
+def _tiers_first(name: str) -> tuple[Any, ...]:
+    return (name in (SAMPLES, FRONT), *natural(name))  # what a predictor learned from, and the front of all
 
 
 def architecture(paths: RunPaths, text: str) -> dict[str, str]:

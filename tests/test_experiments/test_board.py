@@ -192,13 +192,13 @@ def test_clients_with_their_ends_and_measures(tmp_path: Path) -> None:
 
 def test_fronts_by_tier_without_what_could_not_be_scored(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path, "tiny", "a1")
-    for tier, macs, feasible in (("tier10", 5, True), ("tier2", 7, True), ("tier2", 9, False)):
+    for tier, macs, feasible in (("samples", 3, True), ("tier10", 5, True), ("tier2", 7, True), ("tier2", 9, False)):
         row = {"architecture": "0-1", "metric": 0.5, "on_front": True}
         writer.add("candidates", stage="search", round=0, tier=tier, macs=macs, feasible=feasible, **row)
     writer.close()
     tiers = views.fronts(views.Reader(), writer.paths)["tiers"]
     assert [(tier["tier"], tier["macs"], tier["architecture"]) for tier in tiers] == [
-        ("tier2", [7], ["0-1"]), ("tier10", [5], ["0-1"])
+        ("tier2", [7], ["0-1"]), ("tier10", [5], ["0-1"]), ("samples", [3], ["0-1"])
     ]  # fmt: skip
 
 

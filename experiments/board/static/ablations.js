@@ -1,6 +1,6 @@
 // Ablations: the list of them, and one as parallel coordinates of axes and outcomes, whose axes can be brushed.
 
-import { ask, choose, chosen, code, colourOf, css, get, h, hideTip, link, note, number, onTheme, reading, replace, s, select, set, shade, share, showTip, slotOf, stateOf } from "./base.js";
+import { ask, choose, chosen, code, colourOf, css, get, h, hideTip, link, Lost, note, number, onTheme, reading, replace, s, select, set, shade, share, showTip, slotOf, stateOf } from "./base.js";
 
 const TOP = 46, BOTTOM = 26, HEIGHT = 380, SIDE = 70;
 const USUAL = ["accuracy", "total_bytes", "simulated_s"];
@@ -32,7 +32,7 @@ function columnsOf(view) {
   const axes = view.axes.map((axis) => {
     const isNumeric = axis.values.length > 2 && axis.values.every((value) => typeof value === "number");
     const values = isNumeric ? [...axis.values].sort((a, b) => a - b) : axis.values;
-    return { name: axis.name, kind: "axis", values, of: (trial) => values.indexOf(trial.setting[axis.name]), text: (at) => String(values[at]), least: -0.25, most: values.length - 0.75 };
+    return { name: axis.name, kind: "axis", isText: axis.values.some((value) => typeof value !== "number"), values, of: (trial) => values.indexOf(trial.setting[axis.name]), text: (at) => String(values[at]), least: -0.25, most: values.length - 0.75 };
   });
   const wantedOutcomes = get("outcomes", USUAL.join(",")).split(",");
   const outcomes = view.outcomes.filter((outcome) => wantedOutcomes.includes(outcome.name)).map((outcome) => {
@@ -79,7 +79,7 @@ function draw() {
   columns.forEach((column, i) => svg.append(axisOf(column, i, X(i), Y, gap)));
   const count = h("p", { role: "status" }, `${passing.length} of ${view.trials.length} trials`, brushes.size ? " in the brushed ranges " : "",
     brushes.size ? h("button", { type: "button", onclick: () => { brushes.clear(); remember(); } }, "clear brushes") : null, " ",
-    h("button", { type: "button", disabled: !passing.length, onclick: () => choose(passing.map((trial) => trial.id), true) }, passing.length === view.trials.length ? "select all" : "select these"),
+    h("button", { type: "button", disabled: !passing.length, onclick: () => choose(passing.map((trial) => trial.id), true) }, passing.length === view.trials.length ? "select all" : "select these"), " ",
     chosen().length ? h("a.button", { href: link({ view: "curves" }) }, `curves of ${chosen().length} selected`) : null,
     view.report ? h("a.button", { href: `report/${encodeURIComponent(view.id)}`, target: "_blank", rel: "noopener" }, "report") : null);
   const focused = document.activeElement?.closest?.("g.axis")?.dataset?.axis;
@@ -192,7 +192,7 @@ function importances() {
 function table(view, columns, passing, open) {
   const heads = ["trial", "state", ...columns.map((column) => column.name), "seed", "message"];
   const rows = passing.map((trial) => h("tr", {}, h("td", {}, h("a", { href: link({ view: "run", run: trial.id }) }, trial.index)), h("td", {}, stateOf(trial.state)),
-    columns.map((column) => { const value = column.of(trial); return h("td.number", {}, value == null || value === -1 ? "" : column.text(value)); }), h("td.number", {}, trial.seed), h("td.message", {}, trial.message)));
+    columns.map((column) => { const value = column.of(trial); return h(column.isText ? "td" : "td.number", {}, value == null || value === -1 ? "" : column.text(value)); }), h("td.number", {}, trial.seed), h("td.message", {}, trial.message)));
   return h("details", { open }, h("summary", {}, "trials as a table"), h("div.scroll", {}, h("table", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows))));
 }
 
@@ -227,7 +227,11 @@ export const ablations = {
       weightTags = {};
       draw();
     }
-    const view = await ask("api/ablation", { ablation: id }, tags);
+    const view = await ask("api/ablation", { ablation: id }, tags).catch((error) => {
+      if (error instanceof Lost || answer) throw error;
+      replace(box, note("This ablation cannot be shown", error.message));
+    });
+    if (view === undefined) return;
     if (view && id === wanted) {
       answer = view;
       if (!document.querySelector(".grip:active")) draw();

@@ -100,8 +100,9 @@ class Panel {
 
   list() {
     const rows = this.lines.filter((line) => line.raw).map((line) => {
-      const known_ = line.raw, least = Math.min(...known_), most = Math.max(...known_);
-      return h("tr", {}, h("td", {}, swatch(line.id)), h("td", {}, store.labels[line.id] ?? line.id), ...[known_.at(-1), least, most].map((value) => h("td.number", {}, number(value))), h("td.number", {}, number(line.x.at(-1))));
+      let least = Infinity, most = -Infinity;
+      for (const value of line.raw) { least = Math.min(least, value); most = Math.max(most, value); }
+      return h("tr", {}, h("td", {}, swatch(line.id)), h("td", {}, store.labels[line.id] ?? line.id), ...[line.raw.at(-1), least, most].map((value) => h("td.number", {}, number(value))), h("td.number", {}, number(line.x.at(-1))));
     });
     replace(this.table, h("table", {}, h("thead", {}, h("tr", {}, h("th"), h("th", { scope: "col" }, "run"), ...["last", "least", "greatest", `at ${get("axis", "rounds")}`].map((text) => h("th.number", { scope: "col" }, text)))), h("tbody", {}, rows)));
   }

@@ -78,7 +78,7 @@ async function hover(point) {
     const run = of;
     const named = await ask("api/architecture", { run, architecture: text }).catch(() => null);
     if (named && run === of) names.set(text, named.text);
-    if (at === text) tell();
+    if (at === text && run === of) tell();
   }
 }
 
@@ -99,7 +99,10 @@ export const fronts = {
     answer = null;
     draw();
   },
-  change() { draw(); },
+  change() {
+    at = "";
+    draw();
+  },
   async refresh() {
     const run = currentRun();
     if (run !== of) {

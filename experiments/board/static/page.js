@@ -1,6 +1,6 @@
 // The page: it asks for changes every two seconds while it is seen, and shows one view at a time.
 
-import { ask, choose, chosen, duration, get, h, hideTip, link, Lost, note, replace, set, short, stateOf, swatch, watch, onTheme } from "./base.js";
+import { ask, choose, chosen, duration, get, h, hideTip, link, Lost, replace, set, short, stateOf, swatch, watch, onTheme } from "./base.js";
 import { list } from "./list.js";
 import { curves } from "./curves.js";
 import { ablations } from "./ablations.js";
@@ -121,7 +121,7 @@ async function settle() {
   try {
     await Promise.all([nameRuns(), shown.refresh?.()]);
   } catch (error) {
-    if (!(error instanceof Lost)) replace(main, note("This cannot be shown", error.message));
+    if (!(error instanceof Lost)) say("wrong", error.message);
   }
 }
 
