@@ -26,6 +26,7 @@ from fedloom.experiments.analysis.tables import (
     GAINS,
     METRIC,
     SEARCH,
+    TRAINING,
     load_paths,
     natural,
     with_training,
@@ -34,7 +35,7 @@ from fedloom.experiments.board.index import LONGEST, UNREADABLE, Stamps, plain, 
 from fedloom.experiments.store.ablations import PLAN, Ablation, read_ablation
 from fedloom.experiments.store.trials import ENDS, trial_states
 from fedloom.platform.results.files import from_json, stamp_of
-from fedloom.platform.results.paths import RunPaths
+from fedloom.platform.results.paths import RunPaths, runs_called
 from fedloom.platform.results.tables import COLUMNS, TABLES, unit_of
 from fedloom.platform.words import said, shown
 
@@ -87,19 +88,26 @@ class Reader:
 
     def configuration(self, paths: RunPaths) -> dict[str, Any]:
         """The configuration that a run recorded; empty if it ended before that."""
-        return dict(self.value((paths, "config"), stamps_of(paths, "runs"), partial(_configuration, paths)))
+        config, _ = self.value((paths, "config"), stamps_of(paths, "runs"), partial(_configuration, paths))
+        return dict(config)
+
+    def trained_by(self, paths: RunPaths) -> RunPaths:
+        """The run that has the rows of the supernet's training: itself, unless it took another run's supernet."""
+        _, source = self.value((paths, "config"), stamps_of(paths, "runs"), partial(_configuration, paths))
+        return next(iter(runs_called(paths.root, source)), paths) if source not in (None, paths.run_id) else paths
 
 
 def _sized(table: pa.Table) -> tuple[pa.Table, int]:
     return table, table.nbytes
 
 
-def _configuration(paths: RunPaths) -> tuple[dict[str, Any], int]:
-    texts = [text for text in read_columns(paths, "runs", ("config",))["config"].to_pylist() if text]
-    values = from_json(texts[0], paths.table("runs")) if texts else {}
+def _configuration(paths: RunPaths) -> tuple[tuple[dict[str, Any], str | None], int]:
+    rows = read_columns(paths, "runs", ("config", "supernet_run_id")).to_pylist() or [{}]
+    text = rows[0].get("config")
+    values = from_json(text, paths.table("runs")) if text else {}
     if not isinstance(values, dict):
         raise ValueError(f"{paths.table('runs')}: the recorded configuration is no object")
-    return values, len(texts[0]) if texts else 0
+    return (values, rows[0].get("supernet_run_id")), len(text or "")
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -209,7 +217,7 @@ def metrics(reader: Reader, runs: Sequence[RunPaths]) -> dict[str, list[str]]:
     stages: dict[str, None] = {}
     columns: set[str] = set()
     scores: set[str] = set()
-    for paths in runs:
+    for paths in dict.fromkeys(of for run in runs for of in (run, _trained_by(reader, run))):
         with suppress(*UNREADABLE):  # the curves say what is wrong
             known: tuple[list[str], set[str], set[str]] = reader.value(
                 (paths, "metrics"), stamps_of(paths, "rounds", "evaluations"), partial(_metrics, paths)
@@ -241,7 +249,8 @@ def curves(reader: Reader, runs: Sequence[RunPaths], stage: str, metric: str, ax
     """Per run the values of a metric over rounds, megabytes, or simulated hours since the stage's beginning.
 
     `metric` is one of `metrics`; of what was measured several times after one round it is the mean. Without a stage it
-    is the one that the run begins with. `problem` says why a run cannot be read.
+    is the one that the run begins with, be it the training of a supernet that it took from another run. `problem` says
+    why a run cannot be read.
     """
     if axis not in AXES:
         raise ValueError(f"axis={shown(axis)}: there are {', '.join(AXES)}")
@@ -253,12 +262,23 @@ def curves(reader: Reader, runs: Sequence[RunPaths], stage: str, metric: str, ax
         problem = None
         try:
             rounds = reader.table(paths, "rounds", (*ROUND_COLUMNS, *extra))
+            of = paths
+            if stage in ("", TRAINING) and TRAINING not in rounds["stage"].unique().to_pylist():
+                of = _trained_by(reader, paths)
+                rounds = rounds if of == paths else reader.table(of, "rounds", (*ROUND_COLUMNS, *extra))
             if rounds.num_rows:
-                x, y = _curve(reader, paths, rounds, stage or rounds["stage"][0].as_py(), metric, axis)
+                x, y = _curve(reader, of, rounds, stage or rounds["stage"][0].as_py(), metric, axis)
         except UNREADABLE as error:
             problem = said(error)
         found[paths.run_id] = {"x": x, "y": y, "problem": problem}
     return {"curves": found}
+
+
+def _trained_by(reader: Reader, paths: RunPaths) -> RunPaths:
+    try:
+        return reader.trained_by(paths)
+    except UNREADABLE:  # its curve may be readable all the same
+        return paths
 
 
 def _scores(reader: Reader, paths: RunPaths, stage: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
@@ -304,7 +324,8 @@ def _short(values: np.ndarray) -> list[float]:
     """The values in seven digits, which is enough for a picture: an answer is half as long."""
     size = np.abs(values)
     scale = 10.0 ** (6 - np.floor(np.log10(size, where=size > 1e-280, out=np.zeros(len(size)))))
-    return (np.round(values * scale) / scale).tolist()
+    rounded: list[float] = (np.round(values * scale) / scale).tolist()
+    return rounded
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------

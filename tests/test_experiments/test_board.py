@@ -170,6 +170,20 @@ def test_the_row_of_a_final_score_is_no_round(tmp_path: Path) -> None:
     assert views.curves(views.Reader(), [writer.paths], "", "loss", "rounds")["curves"]["a1"]["x"] == [1, 2]
 
 
+def test_a_run_that_took_its_supernet_has_the_curve_of_its_training(tmp_path: Path) -> None:
+    first, second = (RunWriter.create(tmp_path, "tiny", name) for name in ("a1", "b2"))
+    first.add("rounds", stage="supernet", round=0, clients_planned=1, loss=3.0)
+    second.add("rounds", stage="search/tier1", round=0, clients_planned=1, loss=9.0)
+    for writer in (first, second):
+        writer.update_run(supernet_run_id="a1", config="{}")
+        writer.close()
+    runs, reader = [first.paths, second.paths], views.Reader()
+    drawn = views.curves(reader, runs, "", "loss", "rounds")["curves"]
+    assert [drawn[name]["y"] for name in ("a1", "b2")] == [[3.0], [3.0]]
+    assert views.curves(reader, runs[1:], "search/tier1", "loss", "rounds")["curves"]["b2"]["y"] == [9.0]
+    assert views.metrics(reader, runs[1:])["stages"] == ["supernet"]
+
+
 def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
     for name, lr, seed in (("a1", 0.1, 1), ("b2", 0.1, 2), ("c3", 0.5, 1)):
         add_run(tmp_path, name, seed=seed, method={"train": {"lr": lr, "epochs": 3}})
@@ -207,15 +221,15 @@ def test_tables_are_remembered_until_they_change_and_forgotten_when_they_are_man
     runs, reader = [writer.paths for writer in writers], views.Reader()
     for _ in range(3):
         views.curves(reader, runs, "", "loss", "rounds")
-    assert reader.read == 2
+    assert reader.read == 4, "the rounds and the configurations of both"
     writers[1].add("rounds", stage="train", round=2, clients_planned=2, loss=0.5)
     writers[1].close()
     assert views.curves(reader, runs, "", "loss", "rounds")["curves"]["b2"]["y"] == [2.0, 1.0, 0.5]
-    assert reader.read == 3
+    assert reader.read == 5
     small = views.Reader(most_bytes=1)
     for _ in range(2):
         views.curves(small, runs, "", "loss", "rounds")
-    assert small.read == 4, "of two tables one fits"
+    assert small.read == 8, "of four tables one fits"
 
 
 # -- who is answered ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // All runs as a table: only the rows that are seen are elements, so that thousands of runs cost as little as fifty.
 
-import { choose, chosen, code, day, duration, get, h, link, MOST_CHOSEN, note, number, replace, select, set, share, short, slotOf, startOf, stateOf, swatch } from "./base.js";
+import { choose, chosen, code, colourOf, day, duration, get, h, link, MOST_CHOSEN, note, number, replace, select, set, share, short, slotOf, startOf, stateOf, swatch } from "./base.js";
 
 const ROW = 30, BEYOND = 8;
 const ORDER = ["running", "stalled", "dead", "failed", "interrupted", "unknown", "done"];
@@ -40,7 +40,7 @@ function messageCell(run) {
   return text ? h("span.message", { title: text }, text) : "";
 }
 
-let root, store, body, scroller, count, stateBox, picks, heads, empty, rows = [], drawn = "", last = null;
+let root, store, body, scroller, count, stateBox, picks, heads, empty, rows = [], lines = [], drawn = "", last = null;
 
 const FILTERS = [["method", "method"], ["preset", "preset"], ["tag", "tag"], ["ablation", "ablation"]];
 
@@ -82,7 +82,6 @@ function draw() {
   drawPicks();
   drawHeads();
   drawChosen();
-  drawn = "";
   drawRows();
   const nothing = !total && store.version;
   const none = total && !rows.length;
@@ -158,29 +157,46 @@ function drawRows() {
   const first = Math.max(0, Math.floor(scroller.scrollTop / ROW) - BEYOND);
   const end = Math.min(rows.length, first + Math.ceil((scroller.clientHeight || 600) / ROW) + 2 * BEYOND);
   const visible = rows.slice(first, end);
-  const now = JSON.stringify([first, end, rows.length, get("runs"), visible]);
-  if (now === drawn) return;
+  const now = JSON.stringify([first, rows.length, visible.map((run) => run.id)]);
+  if (now === drawn) { // the rows stay, so that a click or a key that is being pressed is not lost
+    visible.forEach((run, i) => fillRow(lines[i], run));
+    return;
+  }
   drawn = now;
   const focused = document.activeElement?.dataset?.tick;
   body.parentElement.setAttribute("aria-rowcount", rows.length + 1);
-  replace(body, spacer(first), ...visible.map((run, i) => rowOf(run, first + i)), spacer(rows.length - end));
+  lines = visible.map((run, i) => rowOf(run, first + i));
+  replace(body, spacer(first), ...lines.map((line) => line.element), spacer(rows.length - end));
   if (focused) body.querySelector(`[data-tick="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 
 const spacer = (number_) => (number_ > 0 ? h("tr.spacer", { "aria-hidden": "true", style: { height: `${number_ * ROW}px` } }) : null);
 
 function rowOf(run, at) {
-  const isChosen = slotOf(run.id) >= 0;
-  const tick = h("input", { type: "checkbox", "data-tick": run.id, "aria-label": `select ${run.name ?? run.id}` });
-  tick.checked = isChosen;
+  const tick = h("input", { type: "checkbox", "data-tick": run.id });
   tick.addEventListener("click", (event) => {
     const from = event.shiftKey && last !== null ? rows.findIndex((other) => other.id === last) : -1;
     const range = from < 0 ? [run] : rows.slice(Math.min(from, at), Math.max(from, at) + 1);
     last = run.id;
     choose(range.map((each) => each.id), tick.checked);
   });
-  const cells = COLUMNS.map((column) => h(`td.of-${column.key}${column.isNumber ? ".number" : ""}`, {}, column.cell(run)));
-  return h("tr", { "aria-rowindex": at + 2, "data-run": run.id, class: isChosen ? "chosen" : null }, h("td.tick", {}, tick, isChosen ? swatch(run.id) : null), cells);
+  const box = h("td.tick", {}, tick);
+  const line = { tick, box, text: "", element: h("tr", { "aria-rowindex": at + 2, "data-run": run.id }, box) };
+  fillRow(line, run);
+  return line;
+}
+
+function fillRow(line, run) {
+  const { tick, box, element } = line, slot = slotOf(run.id), text = JSON.stringify([run, slot, location.hash, colourOf(run.id)]);
+  if (text === line.text) return;
+  line.text = text;
+  tick.checked = slot >= 0;
+  tick.setAttribute("aria-label", `select ${run.name ?? run.id}`);
+  while (box.children.length > 1) box.lastChild.remove();
+  if (slot >= 0) box.append(swatch(run.id));
+  element.className = slot >= 0 ? "chosen" : "";
+  while (element.children.length > 1) element.lastChild.remove();
+  element.append(...COLUMNS.map((column) => h(`td.of-${column.key}${column.isNumber ? ".number" : ""}`, {}, column.cell(run))));
 }
 
 function onKey(event) {
@@ -212,6 +228,7 @@ export const list = {
     body = h("tbody");
     scroller = h("div.scroll", { onscroll: drawRows, onkeydown: onKey }, h("table.list", {}, h("thead", {}, heads), body));
     empty = h("div");
+    drawn = "";
     root.append(h("div.tools", {}, search, count, stateBox, picks), selection, empty, scroller);
     draw();
   },
