@@ -261,6 +261,17 @@ Ctrl-C ends the watching, not the run. Of a run that has ended it says how.
 """
 
 
+BOARD_HELP = """Serves a live web page of the results: runs, curves, ablations, fronts, clients, differences, reports.
+
+  fedloom board                                  on this machine alone; open the URL that it prints
+  fedloom board --results /shared/results --port 9000
+  ssh -L 8270:localhost:8270 HOST                on a remote machine: forward the port, then open http://localhost:8270
+  FEDLOOM_BOARD_TOKEN=SECRET fedloom board --host 0.0.0.0      for others, who must give the token
+
+It reads tables and status files only, and never writes. It uses no network: all that the page needs is served by it.
+"""
+
+
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
@@ -449,6 +460,23 @@ COMMANDS: Mapping[str, Command] = {
             _flag("--all", "all runs and ablations, not only the newest 50 of each"),
             RESULTS,
         ),
+    ),
+    "board": Command(
+        "a live web page of runs and ablations",
+        (
+            Argument("--host", default="127.0.0.1", help="interface to serve on (default: 127.0.0.1, this machine)"),
+            Argument(
+                "--port",
+                default=8270,
+                type=_number(Annotated[int, Interval(ge=0, le=65535)]),
+                help="port to serve on, 0 for any free one (default: 8270)",
+            ),
+            Argument(
+                "--token", help="secret that the page asks for; better in FEDLOOM_BOARD_TOKEN, as users see commands"
+            ),
+            RESULTS,
+        ),
+        BOARD_HELP,
     ),
     "export": Command(
         "a trained model as files that run without fedloom",

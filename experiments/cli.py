@@ -376,6 +376,20 @@ def _verify(args: argparse.Namespace) -> int:
     return OK if all(run.whole for run in runs) else CONFIGURATION
 
 
+def _board(args: argparse.Namespace) -> int:
+    from fedloom.experiments.board.server import run_board
+
+    token = args.token or os.environ.get("FEDLOOM_BOARD_TOKEN", "")
+
+    def tell(url: str) -> None:
+        text = f"the board of {args.results}: {url} (Ctrl-C ends it)"
+        sys.stdout.write((json.dumps({"url": url}) if args.json else text) + "\n")
+        sys.stdout.flush()
+
+    run_board(_here(args, None, tensors=False), args.host, args.port, token, tell)
+    return OK
+
+
 def _status(args: argparse.Namespace) -> int:
     from fedloom.experiments.status import clean_leftovers, hint_at_leftovers, show_status
 
@@ -404,6 +418,7 @@ HANDLERS: Mapping[str, Handler] = {
     "report": _report,
     "reproduce": _reproduce,
     "search": _search,
+    "board": _board,
     "status": _status,
     "export": _export,
     "submit": _submit,

@@ -185,6 +185,8 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
             modules.append(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     for preset in (ROOT / "experiments" / "conf").rglob("*.yaml"):
         assert "fedloom/" + preset.relative_to(ROOT).as_posix() in names
+    static = ROOT / "experiments" / "board" / "static"
+    assert {f"fedloom/{file.relative_to(ROOT).as_posix()}" for file in static.iterdir()} <= {*names}
     assert all(f"fedloom/{folder}/py.typed" in names for folder in MAY_IMPORT), "users' type checkers see no types"
     # -I drops the working directory and PYTHONPATH; the editable install's finder is taken out by hand.
     code = (

@@ -1,8 +1,6 @@
 """An ablation's page in a headless browser without network: its figures are there, and nothing goes wrong."""
 
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,27 +14,11 @@ from fedloom.experiments.report.content import Block, Content
 from fedloom.experiments.report.pages import html_page
 from tools.generated_ablation import Fates, write_planned
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-INSTALL = (
-    "no browser was found for the test of the report's page: apt-get install chromium, or name one in FEDLOOM_BROWSER"
-)
 CHECK = """<script>addEventListener("load", () => {
   const images = [...document.images];
   const loaded = images.filter(image => image.complete && image.naturalWidth > 0).length;
   document.body.dataset.images = `${loaded} of ${images.length} wide ${Math.max(...images.map(i => i.naturalWidth))}`;
 });</script></body>"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> str:
-    """The browser's program; without one the test is skipped, but not where everything must be tested."""
-    given = os.environ.get("FEDLOOM_BROWSER")
-    found = next((path for name in ([given] if given else BROWSERS) if (path := shutil.which(name))), None)
-    if found is None:
-        if os.environ.get("CI"):
-            pytest.fail(INSTALL)
-        pytest.skip(INSTALL)
-    return found
 
 
 @pytest.fixture(scope="module")
