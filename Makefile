@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/fedloom run experiment=fedoras_digits results=$(RESULTS)
+	$(BIN)/fedloom demo results=$(RESULTS)
 
 # In minutes, for every change. The tests of Ray, which mostly wait for processes, run beside the others; each worker has
 # a cluster of its own if it needs one. What they print comes when the others are done.
