@@ -39,6 +39,8 @@ TOP_LEVEL = {
     "CITATION.cff",
     "CONTRIBUTING.md",
     "Makefile",
+    "Dockerfile",
+    "compose.yaml",
     "LICENSE",
 }
 
