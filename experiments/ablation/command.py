@@ -15,6 +15,7 @@ from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import Ablation
 from fedloom.experiments.store.trials import FAILED, counted
 from fedloom.experiments.terminal import INFRASTRUCTURE, OK, complain, console, of_run_end, where, write_json
+from fedloom.experiments.terminal.live import is_live
 from fedloom.platform.results.store import is_remote
 
 
@@ -28,8 +29,8 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     results = args.results if stored is not None else configured if is_remote(configured) else Path(configured)
     try:
         with TerminalView(quiet=args.json) as view, _repeated_warnings_once():
-            view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
             view.doing("checking the trials, then starting Ray")
+            view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
             if stored is None:
                 end = start_ablation(ablation, results, view)
             else:
@@ -99,7 +100,10 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
     here = where(results)
     if end.kind == "done":
         report = f"fedloom report {end.ablation_id}{here}"
-        console().print(f"finished: {end.ablation_id} ({said}); tables, figures and page: {report}")
+        if is_live(console()):
+            console().print(f"finished: {said}; tables, figures and page:\n  {report}")  # in one piece, to be copied
+        else:
+            console().print(f"finished: {end.ablation_id} ({said}); tables, figures and page: {report}")
         return
     bad = [s for s in end.states if s.state in FAILED]
     for s in bad[:MOST_FAILED]:
