@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -16,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.experiments.arguments import Handler, build_parser, check_typed, parse
+from fedloom.experiments.arguments import AFTER_DEMO, DEMO, Handler, build_parser, check_typed, parse
+from fedloom.experiments.runs.overrides import last_values
 from fedloom.experiments.terminal import (
     CONFIGURATION,
     EXPLAINED,
@@ -219,6 +221,39 @@ def _ablate(args: argparse.Namespace) -> int:
     return run_command(ablation, args)
 
 
+def _demo(args: argparse.Namespace) -> int:
+    args.overrides = last_values([f"experiment={DEMO}", *args.overrides])
+    code = _run(args)
+    if code == OK and not args.json:
+        while_read(print, AFTER_DEMO)
+    return code
+
+
+def _new(args: argparse.Namespace) -> int:
+    from fedloom.experiments.new_project import new_project
+    from fedloom.experiments.terminal import write_json
+
+    files = new_project(args.folder)
+    if args.json:
+        write_json({"folder": str(args.folder), "files": [str(file) for file in files]})
+    else:
+        sys.stdout.writelines(f"{file}\n" for file in files)
+        sys.stdout.write(f"next: cd {shlex.quote(str(args.folder))}; fedloom run experiment=my_preset.yaml\n")
+    return OK
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from fedloom.experiments.completion import script
+    from fedloom.experiments.terminal import write_json
+
+    text = script(args.shell)
+    if args.json:
+        write_json({"shell": args.shell, "script": text})
+    else:
+        sys.stdout.write(text)
+    return OK
+
+
 def _describe(args: argparse.Namespace) -> int:
     from fedloom.experiments.runs.describe import describe
     from fedloom.experiments.terminal import show_facts
@@ -406,6 +441,9 @@ def _status(args: argparse.Namespace) -> int:
 
 HANDLERS: Mapping[str, Handler] = {
     "run": _run,
+    "demo": _demo,
+    "new": _new,
+    "completion": _completion,
     "resume": _resume,
     "attach": _attach,
     "ablate": _ablate,
