@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from fedloom.experiments.analysis.architectures import decoded
 from fedloom.experiments.analysis.clients import fairness
 from fedloom.experiments.analysis.settings import SEEDS, Estimate, Setting, estimate_by_seed, is_absent, settings_of
-from fedloom.experiments.analysis.subnets import decoded
 from fedloom.experiments.analysis.tables import (
     ALL_TIERS,
     TIERS,
