@@ -160,17 +160,32 @@ def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") ->
         axes.spines[side].set_color("#9A9A9A")
 
 
-def with_bars(axes: Axes, x: Iterable[float], rows: pd.DataFrame, colour: str, **style: Any) -> None:
+def with_bars(
+    axes: Axes,
+    x: Iterable[float],
+    rows: pd.DataFrame,
+    colour: str,
+    *,
+    lying: bool = False,
+    of_shares: bool = True,
+    **style: Any,
+) -> None:
     """Draws the 95 % interval in % of each row with `mean`, `half_width` and `values`; of one or two seeds the values.
 
-    Rows are drawn at the places `x`.
+    Rows are drawn at the places `x`, or, of `lying` bars, at these heights. Shares are 0 to 100 %, which their
+    intervals do not leave.
     """
     for at, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
         if pd.notna(half):
-            axes.errorbar([at], [100 * mean], [100 * half], color=colour, linestyle="none", **BAR, **style)
+            room = (mean, 1 - mean) if of_shares else (np.inf, np.inf)
+            ends = [[100 * max(0.0, min(half, left))] for left in room]
+            points = ([100 * mean], [at]) if lying else ([at], [100 * mean])
+            bars = {"xerr" if lying else "yerr": ends}
+            axes.errorbar(*points, **bars, color=colour, linestyle="none", **BAR, **style)
         else:
             heights = 100 * np.array(values)
-            axes.scatter(np.full(len(heights), at), heights, s=12, color=colour, marker="_", **style)
+            points = (heights, np.full(len(heights), at)) if lying else (np.full(len(heights), at), heights)
+            axes.scatter(*points, s=12, color=colour, marker="|" if lying else "_", **style)
 
 
 def whole_numbers(axes: Axes) -> None:

@@ -144,6 +144,9 @@ def _add_rest(writer: RunWriter, trial: Trial, candidates: int, rng: np.random.G
         for place, architecture in enumerate(_family(trial)):
             _add_evaluation(writer, trial, place, "supernet", "server", architecture)
         return
+    if "search" not in trial.config["method"]:
+        _add_evaluation(writer, trial, 0, "fedavg", "all", "0")
+        return
     for place, tier in enumerate(TIERS):
         _add_search(writer, tier, planted(trial, place) - 0.1, candidates, rng)
         for round_ in range(10):
