@@ -294,11 +294,6 @@ def _limit(panels: Mapping[Axes, bool], rows: Sequence[pd.DataFrame], *, of_shar
         (axes.set_xlim if is_lying else axes.set_ylim)(100 * (low - pad), 100 * (high + pad))
 
 
-def _points(axes: Axes, x: pd.Series[float], rows: pd.DataFrame, colour: str, marker: str) -> None:
-    with_bars(axes, x, rows, colour, alpha=0.55, zorder=2)
-    axes.plot(x, 100 * rows["mean"], color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
-
-
 def _beside(x: pd.Series[float], line: int, lines: int, width: float | None) -> pd.Series[float]:
     """The positions of one of several lines, moved so that their bars do not overlap; logarithmic axes lack a width."""
     aside = line - (lines - 1) / 2
@@ -332,7 +327,10 @@ def macs_figure(study: Study) -> Figure | None:
         width = None if is_logarithmic else float(rows["macs"].max() - rows["macs"].min()) or 1.0
         for j, (value, (colour, marker)) in enumerate(axis_looks(values).items()):
             line = rows[rows[axis] == value].sort_values("macs")
-            _points(axes, _beside(line["macs"], j, len(values), width) / scale, line, colour, marker)
+            x = _beside(line["macs"], j, len(values), width) / scale
+            with_bars(axes, x, line, colour, alpha=0.55, zorder=2)
+            style = {"markersize": 5, "linewidth": 1.7, "label": f"{axis}={value_text(value)}"}
+            axes.plot(x, 100 * line["mean"], color=colour, marker=marker, zorder=3, **style)
         if is_logarithmic:
             axes.set_xscale("log")
         values_legend(axes, axis, _line_handles(values))
@@ -375,7 +373,14 @@ def metric_figure(study: Study) -> Figure | None:
     for part, (axis, crossed, rows) in zip(parts, panels, strict=True):
         axes, values = part.subplots(), study.values(axis)
         looks_of = axis_looks(study.values(crossed)) if crossed else of_models
-        series = [Series(rows[rows[crossed or "model"] == value], *look) for value, look in looks_of.items()]
+        series = [
+            Series(
+                model_name(value) if crossed is None else f"{crossed}={value_text(value)}",
+                rows[rows[crossed or "model"] == value],
+                *look,
+            )
+            for value, look in looks_of.items()
+        ]
         draw_series(axes, axis, values, series, "mean test accuracy (%)")
         heading(axes, study.title(axis, *([crossed] if crossed else [])))
         if is_grid(ablation):
@@ -466,7 +471,12 @@ def _crossed(
     for part, panel in zip(parts, panel_values, strict=True):
         axes = part.subplots()
         shown = rows if third is None else rows[rows[third] == panel]
-        series = [Series(shown if v is None else shown[shown[second] == v], *look) for v, look in colours.items()]
+        series = [
+            Series("", shown, *look)
+            if value is None
+            else Series(f"{second}={value_text(value)}", shown[shown[second] == value], *look)
+            for value, look in colours.items()
+        ]
         draw_series(axes, along, values, series, measure, of_shares=of_shares)
         heading(axes, study.title(*dict.fromkeys(axis_names[:2])) if third is None else f"{third}={value_text(panel)}")
         is_lying = drawn[axes] = not scale_of(values).is_ordered
@@ -513,7 +523,7 @@ def _bars(axes: Axes, rows: pd.DataFrame, axis: str, study: Study) -> None:
     for i, (value, (colour, _)) in enumerate(axis_looks(values).items()):
         shown = rows[rows[axis] == value]
         at = np.array([groups.index(group) for group in shown["group"]]) + (i - (len(values) - 1) / 2) * width
-        axes.bar(at, 100 * shown["mean"], 0.9 * width, color=colour)
+        axes.bar(at, 100 * shown["mean"], 0.9 * width, color=colour, label=f"{axis}={value_text(value)}")
         with_bars(axes, at, shown, INK, zorder=3)
     axes.set_xticks(range(len(groups)), groups)
     if max((len(name) for name in groups), default=0) > 36 // max(len(groups), 1):
@@ -642,7 +652,7 @@ def _curves(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any], x_name
         x = line.groupby("rounds_done")[x_name].mean().reindex(over.index).to_numpy(dtype=float)
         mean, low, high = (over[name].to_numpy(dtype=float) for name in ("mean", "min", "max"))
         marks: dict[str, Any] = {"marker": marker, "markersize": 4.5, "markevery": max(1, len(x) // 10)}
-        axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.6, **marks)
+        axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.6, label=f"{axis}={value_text(value)}", **marks)
         axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
     if shown["rounds_done"].nunique() == 1:
         axes.set_xlim(left=0)  # around a single point matplotlib would draw ticks at fractions of a round
@@ -710,27 +720,39 @@ DIFFERENCES = (
 
 def ablation_pictures(study: Study) -> Iterator[Picture]:
     """The figures that the ablation names and that this version knows, then that of convergence."""
-    ablation, held_text = study.ablation, ""
-    if len(ablation.axes) > 1 and not is_grid(ablation):
-        held_text = " The other axes vary with what is shown: this is a random search."
-    elif len(ablation.axes) > 1:
-        assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
-        first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not on the axis)"
-        held_text = f" Axes that are not shown are at their references{first if assumed else ''}."
+    ablation = study.ablation
     for name in (n for n in dict.fromkeys(ablation.figures) if n in FIGURES):
         title, caption, draw = DRAWN[name]
         figure = draw(study)
         if figure is not None:
-            yield Picture(name, title, f"{caption}{held_text}", figure)
+            yield Picture(name, title, f"{caption}{_held_text(ablation, _AXES_SHOWN.get(name, 1))}", figure)
     for i, axis in enumerate(ablation.axes):
         figure = differences_figure(study, axis) if is_grid(ablation) and len(study.values(axis)) > 1 else None
         if figure is not None:
             title = f"What {axis} changes"
-            yield Picture(f"differences-{i + 1}", title, f"{DIFFERENCES}{held_text}", figure)
+            yield Picture(f"differences-{i + 1}", title, f"{DIFFERENCES}{_held_text(ablation, 3)}", figure)
     figure = rounds_figure(study)
     if figure is not None:
         title, caption, _ = DRAWN["convergence"]
-        yield Picture("convergence", title, f"{caption}{held_text}", figure)
+        yield Picture("convergence", title, f"{caption}{_held_text(ablation, 2)}", figure)
+
+
+_AXES_SHOWN = {
+    "metric_by_axes": 3,
+    **dict.fromkeys(("stages_by_axis", "metric_by_axis", "time_by_axis", "bytes_by_axis"), 2),
+}
+"""The number of axes that a figure shows together; others show one, and hold the rest at their references."""
+
+
+def _held_text(ablation: Ablation, shown: int) -> str:
+    """What a figure of so many axes does with the others."""
+    if len(ablation.axes) > 1 and not is_grid(ablation):
+        return " The other axes vary with what is shown: this is a random search."
+    if len(ablation.axes) <= shown:
+        return ""
+    assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
+    first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not on the axis)"
+    return f" Axes that are not shown are at their references{first if assumed else ''}."
 
 
 # -- the report ------------------------------------------------------------------------------------------------------

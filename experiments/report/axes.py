@@ -83,6 +83,7 @@ def axis_looks(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
 class Series:
     """Rows of `over_seeds` with a value of the axis each, drawn alike."""
 
+    name: str
     rows: pd.DataFrame
     colour: str
     marker: str
@@ -100,7 +101,13 @@ def draw_series(
         at = scale.beside(pd.Series([scale.positions[v] for v in each.rows[axis]], dtype=float), i, len(series))
         means, is_lying = 100 * each.rows["mean"], not scale.is_ordered
         with_bars(axes, at, each.rows, each.colour, lying=is_lying, of_shares=of_shares, alpha=0.6, zorder=2)
-        style: dict[str, Any] = {"color": each.colour, "marker": each.marker, "markersize": 5, "zorder": 3}
+        style: dict[str, Any] = {
+            "color": each.colour,
+            "marker": each.marker,
+            "markersize": 5,
+            "zorder": 3,
+            "label": each.name,
+        }
         if scale.is_ordered:
             axes.plot(at, means, linewidth=1.7, **style)
         else:

@@ -22,6 +22,7 @@ import pandas as pd
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import natural
 from fedloom.experiments.report.content import Picture
+from fedloom.experiments.report.hover import Spot, spots
 from fedloom.experiments.report.wording import runs_in_brief
 
 if TYPE_CHECKING:
@@ -103,12 +104,12 @@ def tint(colour: str) -> str:
 
 
 def tier_colours(tiers: Sequence[str]) -> dict[str, str]:
-    """A colour per tier, from dark to light (viridis without its yellow, which is hardly visible on paper)."""
+    """A colour per tier, from dark to light (viridis without its end, which is hardly visible on paper)."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
     last = max(len(tiers) - 1, 1)
-    return {tier: to_hex(colormaps["viridis"](0.84 * i / last)) for i, tier in enumerate(tiers)}
+    return {tier: to_hex(colormaps["viridis"](0.75 * i / last)) for i, tier in enumerate(tiers)}
 
 
 def model_colours(models: Sequence[str]) -> dict[str, str]:
@@ -339,13 +340,15 @@ class Images(NamedTuple):
 
     png: bytes
     pdf: bytes
+    spots: tuple[Spot, ...] = ()
+    """What the page says where the mouse is near."""
 
 
 def draw(figure: Figure) -> Images:
     """The images of a figure, the same bytes in any process."""
     page = png(figure)
     figure.set_layout_engine("none")  # its parts are in their places now; finding these takes half of the time
-    return Images(page, pdf(figure))
+    return Images(page, pdf(figure), spots(figure))
 
 
 def drawn(pictures: Iterable[Picture]) -> list[tuple[Picture, Images]]:

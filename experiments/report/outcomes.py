@@ -152,7 +152,13 @@ def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str)
     known = means.assign(cost=values / scale)[np.isfinite(values)]
     for i, row in enumerate(known.to_dict("records")):
         with_bars(axes, [row["cost"]], known.iloc[[i]], row["colour"], zorder=3)
-        style: dict[str, Any] = {"color": row["colour"], "marker": row["marker"], "markersize": 6, "zorder": 3}
+        style: dict[str, Any] = {
+            "color": row["colour"],
+            "marker": row["marker"],
+            "markersize": 6,
+            "zorder": 3,
+            "label": row["name"],
+        }
         axes.plot([row["cost"]], [100 * row["metric"]], **style)
     front = front_of(known, "cost")
     axes.plot(front[:, 0], 100 * front[:, 1], color=GREY, linewidth=1.0, drawstyle="steps-post", zorder=2)
@@ -167,8 +173,8 @@ def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str)
 FRONTS = (
     "Accuracy against what it costs",
     "One point per setting: the mean test accuracy of its final models against the bytes that all clients received and "
-    "sent, the MACs of forward passes and the simulated time, over all of the method's own stages; a cost that is the same for all "
-    f"is left out. The line joins the settings that no other beats in both. {BARS}",
+    "sent, the MACs of forward passes and the simulated time, over all of the method's own stages; a cost that is the "
+    f"same for all is left out. The line joins the settings that no other beats in both. {BARS}",
 )
 """Title and caption."""
 

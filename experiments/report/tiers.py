@@ -285,9 +285,15 @@ def _candidates(axes: Axes, candidates: pd.DataFrame, tiers: Sequence[str], scal
     for tier in tiers:
         rows = candidates[candidates["tier"] == tier]
         x, y = rows["macs"] / scale, rows["metric"] * 100
-        axes.scatter(x, y, s=14, color=colours[tier], alpha=0.28, linewidths=0, zorder=2)
+        axes.scatter(x, y, s=14, color=colours[tier], alpha=0.28, linewidths=0, zorder=2, label=tier)
         for _, run in rows[rows["on_front"]].sort_values("macs").groupby("run_id"):
-            style: dict[str, Any] = {"marker": markers[tier], "markersize": 4.5, "linewidth": 1.6, "zorder": 3}
+            style: dict[str, Any] = {
+                "marker": markers[tier],
+                "markersize": 4.5,
+                "linewidth": 1.6,
+                "zorder": 3,
+                "label": f"{tier}, front",
+            }
             axes.plot(run["macs"] / scale, run["metric"] * 100, color=colours[tier], **style)
         won = rows["is_winner"]
         stars(axes, x[won], y[won], colours[tier])
