@@ -72,9 +72,9 @@ def _points(axes: Axes) -> Iterator[tuple[float, float, str, str]]:
             of_bars |= {id(each) for each in (line, *caps)}
             if line is None:
                 continue
-            for point, ends in zip(line.get_xydata(), segments.get_segments(), strict=True):
+            for (x, y), ends in zip(np.asarray(line.get_xydata()), segments.get_segments(), strict=True):
                 low, high = ends[:, int(ends[0, 0] == ends[1, 0])]
-                intervals[tuple(point)] = f"95 % interval: {low:.4g} to {high:.4g}"
+                intervals[float(x), float(y)] = f"95 % interval: {low:.4g} to {high:.4g}"
         elif isinstance(bar, BarContainer):
             for patch in bar.patches:
                 middle = patch.get_x() + patch.get_width() / 2

@@ -33,6 +33,7 @@ DARTS = {"name": "darts_s2_small"}
         ({"name": "resnet18_small"}, "0", "resnet18_small"),
         ({"name": "my_spaces:build"}, "8-8", "8-8"),  # reading results imports nothing that they name
         ({"name": "module", "build": "my_spaces:build"}, "0", "0"),
+        ({"name": "width", "options": {"network": "my_spaces:build"}}, "0", "0"),
         ({"name": "gone"}, "8-8", "8-8"),
         ({"name": "cnn_cifar"}, "8-8", "8-8"),  # of another version: it has more layers
         (DARTS, "8-8", "8-8"),
