@@ -18,7 +18,7 @@ import torch
 from fedloom.actors.address import before_ray
 from fedloom.experiments import analysis
 from fedloom.experiments.analysis.tables import paths_of
-from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
 from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end, tell_at_once
@@ -120,7 +120,9 @@ def _composed(experiment: str | None, changes: Mapping[str, Any]) -> tuple[list[
     preset = [] if experiment is None else [f"experiment={experiment}"]
     with _in_one_line():
         overrides = last_values([*preset, *overrides_of(changes)])
-        return overrides, compose_config(overrides)
+        config = compose_config(overrides)
+        tell_of_attack(config, overrides)
+        return overrides, config
 
 
 def _complaint(lines: Iterable[str]) -> str:

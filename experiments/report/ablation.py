@@ -329,7 +329,7 @@ def macs_figure(study: Study) -> Figure | None:
             line = rows[rows[axis] == value].sort_values("macs")
             x = _beside(line["macs"], j, len(values), width) / scale
             with_bars(axes, x, line, colour, alpha=0.55, zorder=2)
-            style = {"markersize": 5, "linewidth": 1.7, "label": f"{axis}={value_text(value)}"}
+            style: dict[str, Any] = {"markersize": 5, "linewidth": 1.7, "label": f"{axis}={value_text(value)}"}
             axes.plot(x, 100 * line["mean"], color=colour, marker=marker, zorder=3, **style)
         if is_logarithmic:
             axes.set_xscale("log")

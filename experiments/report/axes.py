@@ -144,7 +144,8 @@ def _ticks(axes: Axes, scale: Scale) -> None:
 
 def mark(axes: Axes, values: Sequence[Any], value: Any) -> None:
     """A dotted line at a value of the axis."""
-    scale, style = scale_of(values), {"color": "#9A9A9A", "linewidth": 0.9, "linestyle": ":", "zorder": 1}
+    scale = scale_of(values)
+    style: dict[str, Any] = {"color": "#9A9A9A", "linewidth": 0.9, "linestyle": ":", "zorder": 1}
     (axes.axvline if scale.is_ordered else axes.axhline)(scale.positions[value], **style)
 
 

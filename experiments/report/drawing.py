@@ -180,13 +180,14 @@ def with_bars(
         if pd.notna(half):
             room = (mean, 1 - mean) if of_shares else (np.inf, np.inf)
             ends = [[100 * max(0.0, min(half, left))] for left in room]
-            points = ([100 * mean], [at]) if lying else ([at], [100 * mean])
-            bars = {"xerr" if lying else "yerr": ends}
-            axes.errorbar(*points, **bars, color=colour, linestyle="none", **BAR, **style)
+            bar: dict[str, Any] = {"x": [100 * mean], "y": [at], "xerr": ends}
+            if not lying:
+                bar = {"x": [at], "y": [100 * mean], "yerr": ends}
+            axes.errorbar(**bar, color=colour, linestyle="none", **BAR, **style)
         else:
-            heights = 100 * np.array(values)
-            points = (heights, np.full(len(heights), at)) if lying else (np.full(len(heights), at), heights)
-            axes.scatter(*points, s=12, color=colour, marker="|" if lying else "_", **style)
+            measured = 100 * np.array(values)
+            x_and_y = (measured, np.full(len(measured), at)) if lying else (np.full(len(measured), at), measured)
+            axes.scatter(*x_and_y, color=colour, marker="|" if lying else "_", **{"s": 12, **style})
 
 
 def whole_numbers(axes: Axes) -> None:
