@@ -153,7 +153,7 @@ def panel_height_in(values: Sequence[Any], lines: int) -> float:
     """The height of a panel of `draw_series` with its labels: that of its names, or the usual one of numbers."""
     if scale_of(values).is_ordered:
         return 4.2
-    return 1.4 + len(values) * max(ROW_IN, 0.14 * lines)
+    return 1.4 + len(values) * max(ROW_IN, 0.1 * lines)
 
 
 def names_width_in(values: Sequence[Any]) -> float:

@@ -74,11 +74,13 @@ def staleness_figure(updates: pd.DataFrame, settings: Sequence[Setting]) -> Figu
     axes = figure.subplots()
     for setting in shown:
         rows = setting.rows(updates)
-        shares = rows.groupby(SEEDS)["staleness"].value_counts(normalize=True).unstack(fill_value=0.0).mean()
+        shares = rows.groupby(SEEDS)["staleness"].value_counts(normalize=True).unstack().fillna(0.0).mean()
         shares = shares.reindex(range(int(rows["staleness"].max()) + 1), fill_value=0.0)
         colour, marker = drawn[setting.name]
-        style = {"markersize": 4.5, "linewidth": 1.5}
-        axes.plot(shares.index, 100 * shares, color=colour, marker=marker, label=setting.name, **style)
+        axes.plot(
+            shares.index.to_numpy(), 100 * shares.to_numpy(), color=colour, marker=marker, label=setting.name,
+            markersize=4.5, linewidth=1.5,
+        )  # fmt: skip
     quiet(axes, xlabel="staleness (rounds)", ylabel="share of updates (%)")
     whole_numbers(axes)
     axes.set_ylim(bottom=0)
