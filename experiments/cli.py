@@ -142,9 +142,10 @@ def _run(args: argparse.Namespace) -> int:
     with _run_view(args, "loading torch and the configuration") as view:
         gc.disable()  # importing torch takes a sixth less time without collecting garbage
         try:
-            from fedloom.experiments.runs.configuration import compose_config
+            from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 
             config = compose_config(args.overrides)
+            tell_of_attack(config, args.overrides)
         finally:
             gc.enable()
         return _execute(view, config, None)
