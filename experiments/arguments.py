@@ -248,7 +248,7 @@ RESUME_HELP = """Continues a run from its last checkpoint, to the same results; 
   fedloom resume RUN name=baseline tags=[paper,cifar]
 
 What is computed cannot change. These keys may: name, tags, executor.kind, executor.actors, executor.client_timeout_s,
-executor.failures.*, ray.*, checkpoint.*, data.root, data.cache, data.download, reuse_supernet, tensorboard.
+executor.failures.*, ray.*, checkpoint.*, data.root, data.cache, data.download, reuse_supernet, tensorboard, tracking.*.
 """
 
 ATTACH_HELP = """Watches a run that was started with ray.detached=true; lines and exit code are those of `fedloom run`.
