@@ -170,7 +170,8 @@ An ablation of your own is a YAML file:
   seeds: [1, 2, 3]
   figures: [metric_by_axis]        # also metric_by_axes; macs_, stages_, tiers_, time_, bytes_by_axis; fronts
 
-ablation.search.kind=random ablation.search.samples=20 draws points (an axis may be uniform, log_uniform or integers:
+ablation.search.kind=random ablation.search.samples=20 draws points, kind=bayesian suggests them by what earlier ones
+have reached on validation data (with Optuna; an axis may be uniform, log_uniform or integers:
 [least, greatest]); ablation.scheduler.kind=asha stops trials that fall behind; ablation.attempts and .concurrent limit
 retries and trials at once. Exit code 0: all trials are done; 3: some failed; 4: processes died; 130: interrupted.
 """

@@ -63,6 +63,7 @@ class TerminalView:
         self._title = ""
 
     def planned(self, ablation: Ablation, states: Sequence[TrialState], at_once: int, to_run: int) -> None:
+        self.close()  # a search plans again
         self._lines = [Line(state) for state in states]
         self._title = f"ablation {ablation.ablation_id}"
         self.console.print(f"{self._title}: {len(states)} trials, {to_run} to run, up to {at_once} at once")
