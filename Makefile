@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RESULTS ?= results
 
-.PHONY: demo test test-all check lint chaos install clean
+.PHONY: demo docs test test-all check lint chaos install clean
 
 install: $(VENV)/.installed
 
@@ -17,6 +17,10 @@ $(VENV)/.installed: pyproject.toml
 
 demo: install
 	$(BIN)/fedloom run experiment=fedoras_digits results=$(RESULTS)
+
+# The site, in build/docs/index.html: a broken link, a missing page or a missing name ends it.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # In minutes, for every change. The tests of Ray, which mostly wait for processes, run beside the others; each worker has
 # a cluster of its own if it needs one. What they print comes when the others are done.
@@ -39,7 +43,7 @@ wait $$beside || failed=1; cat "$$log"; rm "$$log"; \
 seconds=$$(( $$(date +%s) - start )); echo "all tests: $$(( seconds / 60 )) min $$(( seconds % 60 )) s"; exit $$failed
 endef
 
-# Attacks on what actors/README.md promises; SECONDS limits each, and the next call continues.
+# Attacks on what docs/concepts/promises.md promises; SECONDS limits each, and the next call continues.
 CHAOS := PYTHONPATH=tests $(BIN)/python -m chaos
 LIMIT := $(if $(SECONDS),--seconds $(SECONDS))
 chaos: install

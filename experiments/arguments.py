@@ -63,7 +63,7 @@ def _presets(command: str) -> str:
     from fedloom.experiments.runs.presets import ablations, experiments
 
     if command == "ablate":
-        return "\nAblations: " + ", ".join(ablations()) + " (experiments/README.md says which method each is for).\n"
+        return "\nAblations: " + ", ".join(ablations()) + " (docs/how-to/ablations.md says which method each is for).\n"
     return "\nPresets: " + ", ".join(experiments()) + ".\n" if command == "run" else ""
 
 

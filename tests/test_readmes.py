@@ -1,6 +1,6 @@
-"""What the READMEs say is so: links lead somewhere, commands parse and compose, and the code they show is tested code.
+"""What the pages say is so: links lead somewhere, commands parse and compose, and the code they show is tested code.
 
-`python tests/test_readmes.py` writes the files of tests/plugins, and their numbers of lines, into the READMEs that show
+`python tests/test_readmes.py` writes the files of tests/plugins, and their numbers of lines, into the pages that show
 them.
 """
 
@@ -24,30 +24,29 @@ from fedloom.experiments.arguments import COMMANDS, build_parser, parse
 from fedloom.experiments.catalogue import known_code, known_keys
 from fedloom.experiments.cli import HANDLERS
 from fedloom.experiments.runs.configuration import change_stored, compose_config
-from fedloom.experiments.runs.presets import ablations, experiments
+from fedloom.experiments.runs.presets import ablations
 from fedloom.platform.data.registry import DATASETS
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import METHODS, find_method
-from fedloom.platform.results.tables import TABLES
 from fedloom.platform.runs.run import planned_stages
 from fedloom.platform.settings import settings_of
 from fedloom.platform.spaces.registry import SPACES
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ROOT / "tests" / "plugins"
-FOLDERS = ("platform", "tiers", "actors", "experiments", "experiments/benchmarks")
+DOCS = ROOT / "docs"
 READMES = [
     ROOT / "README.md",
-    *(ROOT / part / "README.md" for part in FOLDERS),
-    ROOT / "docs" / "first-hour-on-a-gpu.md",
+    *(ROOT / part / "README.md" for part in ("platform", "tiers", "actors", "experiments")),
+    *sorted(DOCS.rglob("*.md")),
 ]
 PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 MOST_LINES = 170
 ALIASES = {"describe": ("space=", "space.name="), "prepare": ("dataset=", "data.dataset=")}
 """What two of the commands understand beside configuration keys."""
 SHOWN = re.compile(
-    r"(\[`tests/plugins/(\w+\.py)`\]\(\.\./tests/plugins/\2\), )(\d+)( lines.*?\n```python\n)(.*?)(```)", re.S
+    r"(\[`tests/plugins/(\w+\.py)`\]\(\.\./\.\./tests/plugins/\2\), )(\d+)( lines.*?\n```python\n)(.*?)(```)", re.S
 )
 KEYS = (
     "data",
@@ -266,22 +265,33 @@ def test_other_commands_are_there() -> None:
 
 
 def test_everything_built_in_is_listed() -> None:
-    platform, experiments_page = ((ROOT / part / "README.md").read_text() for part in ("platform", "experiments"))
-    for name in [*METHODS, *experiments(), *SPACES.known, *DATASETS.known]:
-        assert f"`{name}`" in platform, name
-    for name in [*ablations(), *(column for schema in TABLES.values() for column in schema.names)]:
-        assert f"`{name}`" in experiments_page, name
-    for name in COMMANDS:
-        assert f"`fedloom {name}`" in experiments_page, name
+    """The site's own tables (presets, keys, columns) are made from the code, see docs/hooks.py."""
+    for names, page in (
+        (SPACES.known, "reference/spaces.md"),
+        (DATASETS.known, "how-to/data.md"),
+        (ablations(), "how-to/ablations.md"),
+        ([f"fedloom {name}" for name in COMMANDS], "reference/commands.md"),
+    ):
+        text = (DOCS / page).read_text()
+        assert [name for name in names if f"`{name}`" not in text] == [], page
     assert all(f"| `{name}` |" in READMES[0].read_text() for name in METHODS)
 
 
-def test_every_place_for_code_has_a_section_with_its_key() -> None:
-    page = ROOT / "platform" / "README.md"
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_page(name: str) -> None:
+    page = (DOCS / "methods" / f"{name}.md").read_text()
+    assert f"<!-- fill: method {name} -->" in page
+    assert f"<!-- fill: settings {name} -->" in page
+    assert "```console" in page
+
+
+def test_every_place_for_code_has_a_page_with_its_key() -> None:
+    index = (DOCS / "extend" / "index.md").read_text()
     for place in known_code([]):
-        assert place.kind.replace(" ", "-") in headings(page), place.kind
+        page = f"{place.kind.replace(' ', '-')}.md"
+        assert (DOCS / "extend" / page).exists(), place.kind
         first = place.keys[0].replace("method.finetune.", "method.train.")
-        assert re.search(rf"^\| \[{place.kind}\]\(#.*`{re.escape(first)}`", page.read_text(), re.M), place.kind
+        assert re.search(rf"^\| \[{place.kind}\]\({page}\).*`{re.escape(first)}`", index, re.M), place.kind
 
 
 def all_keys() -> set[str]:
@@ -311,8 +321,7 @@ def test_keys_that_are_named_are_there(beside: None) -> None:
 
 
 def test_the_tests_that_hold_promises_exist() -> None:
-    """Those that actors/README.md names."""
-    promised = set(re.findall(r"`(test_\w+)`", (ROOT / "actors" / "README.md").read_text()))
+    promised = set(re.findall(r"`(test_\w+)`", (DOCS / "concepts" / "promises.md").read_text()))
     defined = {
         name for p in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", p.read_text())
     }
@@ -323,4 +332,4 @@ def test_the_tests_that_hold_promises_exist() -> None:
 if __name__ == "__main__":
     for page in READMES:
         page.write_text(with_files(page.read_text()))
-    sys.stdout.write(f"wrote the files of {PLUGINS.relative_to(ROOT)} into the READMEs\n")
+    sys.stdout.write(f"wrote the files of {PLUGINS.relative_to(ROOT)} into the pages\n")

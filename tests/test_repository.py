@@ -30,6 +30,7 @@ TOP_LEVEL = {
     "docs",
     "tests",
     "pyproject.toml",
+    "mkdocs.yml",
     "README.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
@@ -212,7 +213,7 @@ def test_importing_the_platform_does_not_import_ray() -> None:
     assert importlib.import_module("fedloom.tiers")
 
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/**/*.md")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""The examples of the READMEs do what they say; those that a run tries before it begins are in test_readmes, too."""
+"""The examples of the pages do what they say; those that a run tries before it begins are in test_readmes, too."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A small slice of every attack on what actors/README.md promises."""
+"""A small slice of every attack on what docs/concepts/promises.md promises."""
 
 import json
 import os

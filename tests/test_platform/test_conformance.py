@@ -195,7 +195,7 @@ def test_plug_ins_obey() -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_the_test_on_the_page_passes() -> None:
-    page = (PLUGINS.parents[1] / "platform" / "README.md").read_text()
+    page = (PLUGINS.parents[1] / "docs" / "extend" / "index.md").read_text()
     (block,) = re.findall(r"^```python\n(from fedloom.platform.averaging.conformance .*?)^```$", page, re.S | re.M)
     names: dict[str, Any] = {}
     exec(block, names)

@@ -199,11 +199,11 @@ def test_a_tier_s_other_model_is_named(runs: Any, out: Path) -> None:
     assert score["value"] == run.recorded(named.card["architecture"]["id"], "supernet_init")
 
 
-def test_the_readme_loads_the_files_that_fedoras_writes(runs: Any, out: Path) -> None:
+def test_the_page_loads_the_files_that_fedoras_writes(runs: Any, out: Path) -> None:
     run = runs["operators"]
     exported = export(run.results, run.paths.run_id, Wanted(tier="tier1"), out, ["safetensors"])
-    readme = (Path(__file__).parents[3] / "experiments" / "README.md").read_text()
-    assert f"{exported.files['safetensors'].stem}.pt2" in readme
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "export.md").read_text()
+    assert f"{exported.files['safetensors'].stem}.pt2" in page
 
 
 def test_any_path_of_a_checkpointed_supernet_can_be_cut(runs: Any, out: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_claim_can_be_judged_by_the_published_numbers(item: Item) -> None:
 
 def test_the_readmes_item_is_one(tmp_path: Path) -> None:
     """The page's own example, composed as any other."""
-    text = re.search(r"# mine/tab1.yaml\n.*?(?=```)", (ROOT / "experiments" / "README.md").read_text(), re.S)
+    text = re.search(r"# mine/tab1.yaml\n.*?(?=```)", (ROOT / "docs" / "how-to" / "paper-tables.md").read_text(), re.S)
     assert text is not None
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tab1.yaml").write_text(text[0])
