@@ -197,7 +197,8 @@ An ablation of your own is a YAML file:
   seeds: [1, 2, 3]
   figures: [metric_by_axis]        # also metric_by_axes; macs_, stages_, tiers_, time_, bytes_by_axis; fronts
 
-ablation.search.kind=random ablation.search.samples=20 draws points (an axis may be uniform, log_uniform or integers:
+ablation.search.kind=random ablation.search.samples=20 draws points, kind=bayesian suggests them by what earlier ones
+have reached on validation data (with Optuna; an axis may be uniform, log_uniform or integers:
 [least, greatest]); ablation.scheduler.kind=asha stops trials that fall behind; ablation.attempts and .concurrent limit
 retries and trials at once. Exit code 0: all trials are done; 3: some failed; 4: processes died; 130: interrupted.
 """
@@ -275,7 +276,7 @@ RESUME_HELP = """Continues a run from its last checkpoint, to the same results; 
   fedloom resume RUN name=baseline tags=[paper,cifar]
 
 What is computed cannot change. These keys may: name, tags, executor.kind, executor.actors, executor.client_timeout_s,
-executor.failures.*, ray.*, checkpoint.*, data.root, data.cache, data.download, reuse_supernet, tensorboard.
+executor.failures.*, ray.*, checkpoint.*, data.root, data.cache, data.download, reuse_supernet, tensorboard, tracking.*.
 """
 
 ATTACH_HELP = """Watches a run that was started with ray.detached=true; lines and exit code are those of `fedloom run`.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ from fedloom.experiments.report.drawing import (
     whole_numbers,
     with_bars,
 )
+from fedloom.experiments.report.history import history_picture, kind_of_search
 from fedloom.experiments.report.importances import importances_block
 from fedloom.experiments.report.outcomes import FRONTS, Groups, outcomes_block, outcomes_figure
 from fedloom.experiments.report.pages import ReportFiles, write_content
@@ -823,7 +824,7 @@ def ablation_content(
             *(f"There is no figure {name!r}: there are {', '.join(FIGURES)}." for name in unknown),
         ),
         blocks=tuple(block for block in blocks if block.rows),
-        pictures=ablation_pictures(study),
+        pictures=chain(history_picture(ablation, tables), ablation_pictures(study)),
         about="Ablation",
         refresh_s=REFRESH_S if unfinished else None,
         pictures_first=True,
@@ -871,7 +872,7 @@ def _facts(ablation: Ablation) -> RunFacts:
         *((f"axis {axis}", ", ".join(map(short, values))) for axis, values in ablation.axes.items()),
         ("references", ", ".join(told)),
         ("seeds", ", ".join(map(str, ablation.seeds))),
-        ("trials", f"{len(ablation.trials)} ({'grid' if is_grid(ablation) else 'random search'})"),
+        ("trials", f"{len(ablation.trials)} ({kind_of_search(ablation)})"),
         ("overrides", " ".join(ablation.overrides)),
         ("scheduler", str(ablation.scheduler.get("kind", "none"))),
         ("created", ablation.created),

@@ -1,7 +1,6 @@
 """An ablation's page in a headless browser without network: its figures are there, and nothing goes wrong."""
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Callable
