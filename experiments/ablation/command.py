@@ -17,9 +17,9 @@ from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import Ablation
 from fedloom.experiments.store.trials import FAILED, counted, trial_states
 from fedloom.experiments.terminal import INFRASTRUCTURE, OK, complain, console, of_run_end, where, write_json
+from fedloom.experiments.terminal.live import is_live
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.results.copies import check_results
-from fedloom.experiments.terminal.live import is_live
 from fedloom.platform.results.store import is_remote
 
 

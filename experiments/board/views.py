@@ -17,10 +17,11 @@ import pyarrow as pa
 import pyarrow.compute
 
 from fedloom.experiments.analysis.ablation import ablation_frame, axis_value, values_of
+from fedloom.experiments.analysis.architectures import decoded
 from fedloom.experiments.analysis.importances import MORE, NOISE, importances
 from fedloom.experiments.analysis.outcomes import OUTCOMES
 from fedloom.experiments.analysis.settings import NOT_SET, differing, essential, flat, names_apart, value_text
-from fedloom.experiments.analysis.subnets import FRONT, SAMPLES, decoded
+from fedloom.experiments.analysis.subnets import FRONT, SAMPLES
 from fedloom.experiments.analysis.tables import (
     EVALUATION,
     GAINS,
