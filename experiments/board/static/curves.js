@@ -181,7 +181,8 @@ export const curves = {
   async refresh() {
     const runs = chosen().filter((id) => store.runs.has(id));
     if (!runs.length) return;
-    const [metricsKnown] = await Promise.all([ask("api/metrics", { run: runs }, knownTags), ...[...panels.values()].map((panel) => panel.refresh())]);
+    await Promise.all([...panels.values()].map((panel) => panel.refresh())); // the curves come first
+    const metricsKnown = await ask("api/metrics", { run: runs }, knownTags);
     if (metricsKnown) {
       known = metricsKnown;
       drawControls();

@@ -80,7 +80,8 @@ async function poll() {
     }
     answeredAt = Date.now();
     if (document.getElementById("link").dataset.state !== "live") say("live", "live");
-    await Promise.all([nameRuns(), shown.refresh?.()]);
+    await shown.refresh?.();
+    await nameRuns();
     say("live", store.waiting ? `live · reading ${store.waiting} runs` : "live");
   } catch (error) {
     const since = answeredAt ? `, last seen ${duration((Date.now() - answeredAt) / 1000)} ago` : "";
@@ -119,7 +120,8 @@ watch(() => {
 // What was chosen is asked for at once, not at the next turn.
 async function settle() {
   try {
-    await Promise.all([nameRuns(), shown.refresh?.()]);
+    await shown.refresh?.();
+    await nameRuns();
   } catch (error) {
     if (!(error instanceof Lost)) say("wrong", error.message);
   }
