@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -16,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.experiments.arguments import Handler, build_parser, check_typed, parse
+from fedloom.experiments.arguments import AFTER_DEMO, DEMO, Handler, build_parser, check_typed, parse
+from fedloom.experiments.runs.overrides import last_values
 from fedloom.experiments.terminal import (
     CONFIGURATION,
     EXPLAINED,
@@ -140,9 +142,10 @@ def _run(args: argparse.Namespace) -> int:
     with _run_view(args, "loading torch and the configuration") as view:
         gc.disable()  # importing torch takes a sixth less time without collecting garbage
         try:
-            from fedloom.experiments.runs.configuration import compose_config
+            from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 
             config = compose_config(args.overrides)
+            tell_of_attack(config, args.overrides)
         finally:
             gc.enable()
         return _execute(view, config, None)
@@ -217,6 +220,39 @@ def _ablate(args: argparse.Namespace) -> int:
     from fedloom.experiments.ablation.command import run_command
 
     return run_command(ablation, args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    args.overrides = last_values([f"experiment={DEMO}", *args.overrides])
+    code = _run(args)
+    if code == OK and not args.json:
+        while_read(print, AFTER_DEMO)
+    return code
+
+
+def _new(args: argparse.Namespace) -> int:
+    from fedloom.experiments.new_project import new_project
+    from fedloom.experiments.terminal import write_json
+
+    files = new_project(args.folder)
+    if args.json:
+        write_json({"folder": str(args.folder), "files": [str(file) for file in files]})
+    else:
+        sys.stdout.writelines(f"{file}\n" for file in files)
+        sys.stdout.write(f"next: cd {shlex.quote(str(args.folder))}; fedloom run experiment=my_preset.yaml\n")
+    return OK
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from fedloom.experiments.completion import script
+    from fedloom.experiments.terminal import write_json
+
+    text = script(args.shell)
+    if args.json:
+        write_json({"shell": args.shell, "script": text})
+    else:
+        sys.stdout.write(text)
+    return OK
 
 
 def _describe(args: argparse.Namespace) -> int:
@@ -376,6 +412,20 @@ def _verify(args: argparse.Namespace) -> int:
     return OK if all(run.whole for run in runs) else CONFIGURATION
 
 
+def _board(args: argparse.Namespace) -> int:
+    from fedloom.experiments.board.server import run_board
+
+    token = args.token or os.environ.get("FEDLOOM_BOARD_TOKEN", "")
+
+    def tell(url: str) -> None:
+        text = f"the board of {args.results}: {url} (Ctrl-C ends it)"
+        sys.stdout.write((json.dumps({"url": url}) if args.json else text) + "\n")
+        sys.stdout.flush()
+
+    run_board(_here(args, None, tensors=False), args.host, args.port, token, tell)
+    return OK
+
+
 def _status(args: argparse.Namespace) -> int:
     from fedloom.experiments.status import clean_leftovers, hint_at_leftovers, show_status
 
@@ -392,6 +442,9 @@ def _status(args: argparse.Namespace) -> int:
 
 HANDLERS: Mapping[str, Handler] = {
     "run": _run,
+    "demo": _demo,
+    "new": _new,
+    "completion": _completion,
     "resume": _resume,
     "attach": _attach,
     "ablate": _ablate,
@@ -404,6 +457,7 @@ HANDLERS: Mapping[str, Handler] = {
     "report": _report,
     "reproduce": _reproduce,
     "search": _search,
+    "board": _board,
     "status": _status,
     "export": _export,
     "submit": _submit,

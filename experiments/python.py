@@ -29,7 +29,7 @@ from fedloom.experiments.ablation.config import (
 from fedloom.experiments.ablation.plan import plan_of
 from fedloom.experiments.analysis.tables import METRIC, paths_of
 from fedloom.experiments.passed import Names, called, check_current, is_plain, names_in
-from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
 from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end
@@ -238,6 +238,7 @@ def _composed(experiment: str | None, changes: Mapping[str, Any]) -> Iterator[tu
             overrides = last_values([*preset, *overrides_of(names.values)])
             config = compose_config(overrides)
             check_current(sources_of(config))
+            tell_of_attack(config, overrides)
         yield overrides, config
 
 

@@ -105,16 +105,17 @@ class RunView:
 
     def end(self, end: "RunEnd", results: str | Path) -> None:
         """Prints how the run ended, with its table, or one JSON object."""
-        self._close(end.kind)
         if self.as_json:
             summary = _summary(_brought(results, end.run_id), end.run_id) if end.kind == "done" else {}
             _write_end(end.run_id, end.kind, end.message, summary)
         elif end.kind == "done":
             from fedloom.experiments.report.runs import summary_table  # a run begins without what its end needs
 
+            table = summary_table(_brought(results, end.run_id), end.run_id)  # the view goes on while it is read
+            self._close(end.kind)
             if self._progress is not None:
                 self.console.print()
-            self.console.print(summary_table(_brought(results, end.run_id), end.run_id), soft_wrap=True)
+            self.console.print(table, soft_wrap=True)
             report = f"fedloom report {end.run_id}{where(results)}"
             if self._progress is None:
                 self.console.print(f"finished: {end.run_id}; plots and page: {report}")
@@ -122,6 +123,7 @@ class RunView:
                 self.console.print("plots and page:")
                 self.console.print(f"  {report}", soft_wrap=True)  # in one piece, to be copied
         else:
+            self._close(end.kind)
             complain(how_it_ended(end, results))
 
 

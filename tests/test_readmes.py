@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import re
 import shlex
+import shutil
 import sys
 import wave
 from collections.abc import Iterator, Sequence
@@ -109,6 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         named = re.match(r"# (\w+\.(?:yaml|py))\n", block.text)
         if named:
             (tmp_path / named[1]).write_text(block.text)
+    shutil.copytree(ROOT / "experiments" / "template", tmp_path, dirs_exist_ok=True)
     signs = "".join(map(chr, range(33, 127))) * 20
     pd.DataFrame({"text": [signs] * 20, "user": range(20)}).to_parquet(tmp_path / "mine.parquet")
     for speaker in "abcdefghijkl":
@@ -124,6 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is started from that folder."""
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.syspath_prepend(str(PLUGINS))
     monkeypatch.setenv("FEDLOOM_CACHE", str(folder / "cache"))
 
@@ -277,7 +280,7 @@ def test_other_commands_are_there() -> None:
             assert words[1] in targets, place
         if words[:2] == ["python", "-m"]:
             assert importlib.util.find_spec(words[2]), place
-        assert words[0] in ("make", "fedloom", "python", "source", "export", "ray"), place
+        assert words[0] in ("make", "fedloom", "python", "source", "export", "ray", "docker"), place
 
 
 # -- what is listed ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import Ablation
 from fedloom.experiments.store.trials import FAILED, counted, trial_states
 from fedloom.experiments.terminal import INFRASTRUCTURE, OK, complain, console, of_run_end, where, write_json
+from fedloom.experiments.terminal.live import is_live
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.results.copies import check_results
 from fedloom.platform.results.store import is_remote
@@ -32,8 +33,8 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     results = args.results if stored is not None else configured if is_remote(configured) else Path(configured)
     try:
         with TerminalView(quiet=args.json) as view, _repeated_warnings_once():
-            view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
             view.doing("checking the trials, then starting Ray")
+            view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
             if stored is None:
                 end = start_ablation(ablation, results, view)
             else:
@@ -100,8 +101,11 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
         write_json({"ablation_id": end.ablation_id, "status": end.kind, "counts": dict(counts), "trials": trials})
         return
     if end.kind == "done":
-        report = f"fedloom report {end.ablation_id}{where(results)}"
-        console().print(f"finished: {end.ablation_id} ({counted(end.states)}); tables, figures and page: {report}")
+        report, said = f"fedloom report {end.ablation_id}{where(results)}", counted(end.states)
+        if is_live(console()):
+            console().print(f"finished: {said}; tables, figures and page:\n  {report}")  # in one piece, to be copied
+        else:
+            console().print(f"finished: {end.ablation_id} ({said}); tables, figures and page: {report}")
         return
     for line in complaints(end, results):
         complain(line)

@@ -42,7 +42,7 @@ NOT_AXES = {
 class AxisConfig:
     """One axis of an ablation.
 
-    An axis has a configuration `key` with its `values`, a `key` with a range for random search (`uniform`,
+    An axis has a configuration `key` with its `values`, a `key` with a range for a search (`uniform`,
     `log_uniform` or `integers`: the least and the greatest value), or named `settings` of several keys each.
     """
 
@@ -56,11 +56,17 @@ class AxisConfig:
 
 @dataclass
 class SearchConfig:
-    """How points of the axes are chosen: `grid` (all combinations) or `random` (`samples` draws, from `seed`)."""
+    """How points of the axes are chosen.
 
-    kind: Literal["grid", "random"] = "grid"
+    `grid` takes all combinations, `random` draws `samples` points from `seed`, and `bayesian` suggests so many, `batch`
+    at a time, by what earlier ones have reached on validation data (Optuna's tree-structured Parzen estimator,
+    Bergstra et al. 2011).
+    """
+
+    kind: Literal["grid", "random", "bayesian"] = "grid"
     samples: Annotated[int, UP_TO_A_MILLION] = 20
     seed: Annotated[int, ZERO_OR_MORE] = 1
+    batch: Annotated[int, UP_TO_A_THOUSAND] = 4
 
 
 @dataclass
@@ -178,8 +184,10 @@ def _check_axis(name: str, axis: AxisConfig, search: str) -> None:
         raise ValueError(
             f"ablation.axes.{name}: give a key with its values, or settings (each a name and keys with values)"
         )
-    if ranges and search != "random":
-        raise ValueError(f"ablation.axes.{name}: a range is for ablation.search.kind=random; a grid needs values")
+    if ranges and search == "grid":
+        raise ValueError(
+            f"ablation.axes.{name}: a range is for ablation.search.kind=random or bayesian; a grid needs values"
+        )
     for kind, limits in ranges.items():
         ordered = len(limits) == 2 and -math.inf < limits[0] < limits[1] < math.inf
         if not ordered or (kind == "log_uniform" and limits[0] <= 0):

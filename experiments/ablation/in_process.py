@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from fedloom.experiments.ablation.checks import Cluster, checked_trials
+from fedloom.experiments.ablation.plan import next_batch
 from fedloom.experiments.ablation.running import (
     AblationView,
     ResultsPlace,
@@ -25,12 +26,16 @@ def is_serial(ablation: Ablation) -> bool:
     return all(t.config["executor"]["kind"] == "serial" or t.config["dry_run"] for t in ablation.trials)
 
 
-def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, *, is_new: bool) -> None:
-    """Runs or resumes the trials that are not done, in the order of the plan.
+def run_in_process(
+    ablation: Ablation, place: ResultsPlace, view: AblationView, *, is_new: bool, begin: int = 0
+) -> None:
+    """Runs or resumes the trials from `begin` on that are not done, in the order of the plan.
 
+    A Bayesian search goes on until it has all of its points.
     Raises ValueError for a trial that cannot run, before any file of a new ablation is written.
     """
-    indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in FINAL]
+    states = trial_states(place.root, ablation)[begin:]
+    indices = [s.trial.index for s in states if s.state not in FINAL]
     left = [ablation.trials[index] for index in indices]
     # No resources are reserved: one trial at a time has the whole machine.
     machine = Cluster(({"CPU": UNLIMITED, "GPU": UNLIMITED if torch.cuda.is_available() else 0.0},))
@@ -58,3 +63,6 @@ def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, 
                 events.ended(trial.index, End(str(news[END]), str(news[MESSAGE])))
             finally:
                 run.stop()
+    if (longer := next_batch(place.root, ablation)) is not None:
+        write_ablation(place.root, longer, replaces=True)
+        run_in_process(longer, place, view, is_new=False, begin=len(ablation.trials))

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import ray
 from fedloom.actors.address import resolve_address
 from fedloom.actors.cluster import connected, own_resources
 from fedloom.experiments.ablation.checks import Checked, Cluster, checked_trials
+from fedloom.experiments.ablation.plan import next_batch
 from fedloom.experiments.ablation.running import (
     AblationView,
     ResultsPlace,
@@ -71,7 +72,23 @@ def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) 
         write_ablation(place.root, ablation)
         with RunningAblation(ablation, place, indices) as running:
             _tune(ablation, place, checked, TrialEvents(view, running))
-    return _end(ablation, place.root)
+    return _searched(ablation, place, view, Resume(""))
+
+
+def _searched(ablation: Ablation, place: ResultsPlace, view: AblationView, how: Resume) -> AblationEnd:
+    """Goes on with the batches of a Bayesian search, until it has all of its points or is interrupted."""
+    end = _end(ablation, place.root)
+    longer = next_batch(place.root, ablation) if end.kind in ("done", "failed") else None
+    if longer is None:
+        return end
+    with connected(config_from_dict(ablation.trials[0].config).ray):
+        while longer is not None:
+            indices = range(len(ablation.trials), len(longer.trials))
+            ablation = longer
+            write_ablation(place.root, ablation, replaces=True)
+            end = _again(ablation, place, view, indices, how, is_connected=True)
+            longer = next_batch(place.root, ablation) if end.kind in ("done", "failed") else None
+    return end
 
 
 def resume_ablation(
@@ -90,7 +107,9 @@ def resume_ablation(
     place = _fetched(ablation, results)
     ended = (*FINAL, "failed", "refused")
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in ended]
-    return _again(ablation, place, view, indices, Resume("", changed_plugins, take_over))
+    how = Resume("", changed_plugins, take_over)
+    _again(ablation, place, view, indices, how)
+    return _searched(ablation, place, view, how)
 
 
 def retry_failed(
@@ -119,12 +138,18 @@ def _fetched(ablation: Ablation, results: str | Path) -> ResultsPlace:
 
 
 def _again(
-    ablation: Ablation, place: ResultsPlace, view: AblationView, indices: Sequence[int], how: Resume
+    ablation: Ablation,
+    place: ResultsPlace,
+    view: AblationView,
+    indices: Sequence[int],
+    how: Resume,
+    *,
+    is_connected: bool = False,
 ) -> AblationEnd:
     if not indices:  # no trial is left; writes the status in case the driver was killed before it did
         with RunningAblation(ablation, place, indices, take_over=how.take_over):
             return _end(ablation, place.root)
-    with _checked(ablation, place, indices) as checked:
+    with _checked(ablation, place, indices, is_connected=is_connected) as checked:
         check_idle(ablation, place.root)  # again, as another driver may have started while Ray did
         with RunningAblation(ablation, place, indices, take_over=how.take_over) as running:
             wait_for_earlier_processes(place.root, [ablation.trials[i] for i in indices])
@@ -133,8 +158,10 @@ def _again(
 
 
 @contextmanager
-def _checked(ablation: Ablation, place: ResultsPlace, indices: Sequence[int]) -> Iterator[list[Checked]]:
-    """Checks the trials of these indices and connects to the cluster for the duration of the block."""
+def _checked(
+    ablation: Ablation, place: ResultsPlace, indices: Sequence[int], *, is_connected: bool = False
+) -> Iterator[list[Checked]]:
+    """Checks the trials of these indices and connects to the cluster for the duration of the block, if it is not."""
     chosen = [ablation.trials[i] for i in indices]
     ray_config = config_from_dict(ablation.trials[0].config).ray
     starts_ray = is_own(ablation)
@@ -148,7 +175,7 @@ def _checked(ablation: Ablation, place: ResultsPlace, indices: Sequence[int]) ->
     if starts_ray:  # the resources are known before Ray is started, which takes seconds
         cluster = Cluster((own_resources(ray_config),))
         checked = checked_trials(chosen, place.root, cluster, **limits)
-    with connected(ray_config):
+    with nullcontext() if is_connected else connected(ray_config):
         if not starts_ray:
             nodes = ray.nodes()  # type: ignore[no-untyped-call]
             cluster = Cluster(tuple(node["Resources"] for node in nodes if node["Alive"]))

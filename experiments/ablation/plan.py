@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,15 +12,25 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedloom.experiments.ablation.config import NOT_AXES, PREFIX, AblationConfig, AxisConfig, load_ablation_config
+from fedloom.experiments.ablation.bayesian import check_optuna, known_points, suggested
+from fedloom.experiments.ablation.config import (
+    NOT_AXES,
+    PREFIX,
+    AblationConfig,
+    AxisConfig,
+    SearchConfig,
+    load_ablation_config,
+)
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict, tell_left_out
 from fedloom.experiments.runs.overrides import GROUPS, override_text
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id, trial_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.store import local_root
-from fedloom.platform.runs.resuming import placed_here
+from fedloom.platform.runs.resuming import free_on_resume, placed_here
 from fedloom.platform.runs.source_code import check_code_places
 from fedloom.platform.seeding import stream
+
+logger = logging.getLogger(__name__)
 
 MOST_TRIALS = 10_000
 MOST_DRAWS = 50
@@ -60,12 +71,16 @@ def plan_of(
     varied = [key for axis in config.axes.values() for key in (axis.key, *itertools.chain(*axis.settings.values()))]
     if not any(key in GROUPS for key in (*chosen, *varied)):
         raise ValueError("give the experiment that the ablation varies, such as experiment=fedoras_digits")
-    is_random = config.search.kind == "random"
-    points_planned = config.search.samples if is_random else math.prod(len(_choices(a)) for a in config.axes.values())
+    is_grid = config.search.kind == "grid"
+    points_planned = config.search.samples if not is_grid else math.prod(len(_choices(a)) for a in config.axes.values())
     if (trials_planned := points_planned * len(config.seeds)) > MOST_TRIALS:
         raise ValueError(f"{named} has {trials_planned} trials: {MOST_TRIALS} at most; take fewer values")
     overrides = ["reuse_supernet=true", *config.overrides, *common]
     base = _base(named, overrides, common)
+    if config.search.kind == "bayesian":
+        check_optuna()
+        if base.data.validation_share == 0:
+            raise ValueError("data.validation_share=0: a Bayesian search compares points on validation data; give some")
     points = list(_points(config))
     changed = {key for point in points for key in point.changes}
     for override in [*config.overrides, *common]:
@@ -95,7 +110,62 @@ def plan_of(
         concurrent=config.concurrent,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         trials=trials,
+        search={} if config.search.kind != "bayesian" else {**asdict(config.search), "axes": _plain_axes(config)},
     )
+
+
+def _plain_axes(config: AblationConfig) -> dict[str, Any]:
+    return {name: asdict(axis) for name, axis in config.axes.items()}
+
+
+def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
+    """The ablation with the next trials of its Bayesian search; None if it is none, has all its points, or is stuck.
+
+    What a resumed ablation runs differently holds for them, too. Raises ValueError like `known_points`.
+    """
+    if not ablation.search:
+        return None
+    known = known_points(root, ablation)
+    left = int(ablation.search["samples"]) - len(known)
+    if left <= 0 or all(point.objective is None for point in known):
+        return None
+    config = AblationConfig(
+        axes={name: AxisConfig(**axis) for name, axis in ablation.search["axes"].items()},
+        search=SearchConfig(**{name: value for name, value in ablation.search.items() if name != "axes"}),
+    )
+    new = suggested(config.axes, config.search.seed, known, min(left, config.search.batch))
+    if not new:
+        logger.warning("the search ends after %d points: the axes have no others", len(known))
+        return None
+    points = [Point(point.setting, {}) for point in known]
+    new_points = [_chosen(config, setting) for setting in new]
+    first = ablation.trials[0].config
+    base = compose_config(ablation.overrides)
+    trials = _trials(ablation.ablation_id, ablation.overrides, base, new_points, ablation.seeds, len(ablation.trials))
+    here = [replace(trial, config=_with_free_keys(trial.config, first)) for trial in trials]
+    axes = _axes(config, [*points, *new_points])
+    return replace(ablation, trials=(*ablation.trials, *here), axes=axes)
+
+
+def _with_free_keys(values: Changes, first: Changes, prefix: str = "") -> dict[str, Any]:
+    """A configuration with the values of another where they do not change results: folders, addresses, actors."""
+    return {
+        name: _with_free_keys(value, first[name], f"{prefix}{name}.")
+        if isinstance(value, Mapping) and not free_on_resume(f"{prefix}{name}") and isinstance(first.get(name), Mapping)
+        else first.get(name)
+        if f"{prefix}{name}" == "results" or free_on_resume(f"{prefix}{name}")
+        else value
+        for name, value in values.items()
+    }
+
+
+def _chosen(config: AblationConfig, setting: Changes) -> Point:
+    """The point with these values, or names of settings, by axis."""
+    axes = config.axes.items()
+    changes = (
+        (name, setting[name], axis.settings.get(setting[name]) if axis.settings else None) for name, axis in axes
+    )
+    return _point([(n, v, changed or {config.axes[n].key: v}) for n, v, changed in changes])
 
 
 def _base(named: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
@@ -166,6 +236,10 @@ def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[st
 def _points(config: AblationConfig) -> Iterator[Point]:
     if config.search.kind == "random":
         return _different(config)
+    if config.search.kind == "bayesian":
+        search = config.search
+        first = suggested(config.axes, search.seed, (), min(search.batch, search.samples))
+        return (_chosen(config, setting) for setting in first)
     choices = [[(name, *choice) for choice in _choices(axis)] for name, axis in config.axes.items()]
     return (_point(combination) for combination in itertools.product(*choices))
 
@@ -233,9 +307,13 @@ def _draw(axis: AxisConfig, share: float) -> float:
 
 
 def _trials(
-    ablation_id: str, overrides: Sequence[str], base: RunConfig, points: Sequence[Point], seeds: Sequence[int]
+    ablation_id: str,
+    overrides: Sequence[str],
+    base: RunConfig,
+    points: Sequence[Point],
+    seeds: Sequence[int],
+    index: int = 0,
 ) -> Iterator[Trial]:
-    index = 0
     for point in points:
         point_overrides = tuple(f"{key}={override_text(value)}" for key, value in point.changes.items())
         for seed in seeds:
@@ -246,7 +324,7 @@ def _trials(
 
 
 def _axes(config: AblationConfig, points: Sequence[Point]) -> dict[str, tuple[Any, ...]]:
-    """The values of each axis; for a random search the drawn values, sorted if they are numbers."""
+    """The values of each axis; for a search those of its points, sorted if they are numbers."""
     if config.search.kind == "grid":
         return {name: tuple(value for value, _ in _choices(axis)) for name, axis in config.axes.items()}
     axes: dict[str, tuple[Any, ...]] = {}

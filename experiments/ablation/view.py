@@ -32,6 +32,7 @@ class Line:
         self.trial: Trial = state.trial
         self.state = state.state
         self.figures: Mapping[str, Any] = {}
+        self.reached: Mapping[str, Any] = {}
         self.message = state.message
         self.began_s: float | None = None
         self.took_s: float | None = None
@@ -54,13 +55,19 @@ class Line:
             if seconds is None and self.began_s is not None:
                 seconds = time.monotonic() - self.began_s
             return as_time(seconds) if seconds else ""
-        # The values of the evaluation are of the model that was evaluated last.
-        return f"{shown[name]:.4f}" if name in shown and shown["stage"] != "evaluation" else ""
+        return f"{self.reached[name]:.4f}" if name in self.reached else ""
+
+    def round(self, figures: Mapping[str, Any]) -> None:
+        """A finished round; the values of the evaluation are of the model that was evaluated last, and tell nothing."""
+        self.figures = figures
+        if figures["stage"] != "evaluation":
+            self.reached = figures
 
     def text(self) -> str:
         """All cells and the message in one line."""
         parts = [self.cell(name) for name in ("setting", "state", "at")]
-        reached = " ".join(f"{name} {self.cell(name)}" for name in ("loss", "metric") if self.cell(name))
+        known = [name for name in ("loss", "metric") if name in self.figures and self.figures is self.reached]
+        reached = " ".join(f"{name} {self.cell(name)}" for name in known)
         message = f"  {self.message}" if self.message and self.state != "done" else ""
         cells = [f"trial {self.trial.index:>4}", *parts, reached, self.cell("time")]
         return "  ".join(cell for cell in cells if cell) + message
@@ -124,7 +131,7 @@ class TerminalView:
     def round(self, index: int, figures: Mapping[str, Any]) -> None:
         """Updates the trial's line; outside a terminal, prints it at most once every `TELL_S`."""
         line = self._lines[index]
-        line.figures = figures
+        line.round(figures)
         if time.monotonic() - line.told_s >= TELL_S:
             self._print(line)
 

@@ -18,8 +18,8 @@ from fedloom.platform.plugins import called
 DATA_PLACES = ("data.root", "data.cache", "data.download")
 
 FREE = (
-    "name", "tags", "seed", "seeds", "results", "reuse_supernet", "tensorboard", "executor", "ray", "checkpoint",
-    *DATA_PLACES
+    "name", "tags", "seed", "seeds", "results", "reuse_supernet", "tensorboard", "tracking", "executor", "ray",
+    "checkpoint", *DATA_PLACES
 )  # fmt: skip
 """Keys and key prefixes that do not affect what is trained: names, seeds, and where and how it is computed."""
 

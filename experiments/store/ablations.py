@@ -1,4 +1,4 @@
-"""The plan of an ablation as a file that is written once and never changed."""
+"""The plan of an ablation as a file that is written once and never changed, except that a search adds trials."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from fedloom.platform.results.paths import list_runs
 
 FOLDER = "ablations"
 PLAN = "ablation.json"
-VERSION = 3
+VERSION = 4
 """Plans carry their own hash from version 3 on, because trials that have not begun are run as the plan says.
 
 Those of version 1 hold every trial's whole configuration instead of its differences from that of the first.
@@ -88,6 +88,7 @@ class Ablation:
         figures: names of the report's figures.
         scheduler: the fields of `SchedulerConfig`.
         overrides: overrides of all trials, as `key=value`.
+        search: of a Bayesian search the fields of `SearchConfig` and its `axes`; `trials` are those suggested so far.
     """
 
     ablation_id: str
@@ -104,6 +105,7 @@ class Ablation:
     concurrent: int | None
     created: str
     trials: tuple[Trial, ...] = field(default_factory=tuple)
+    search: Mapping[str, Any] = field(default_factory=dict)
 
     def folder(self, root: Path) -> Path:
         """The folder of its files."""
@@ -124,11 +126,11 @@ def new_ablation_id(root: Path, name: str) -> str:
             return ablation_id
 
 
-def write_ablation(root: Path, ablation: Ablation) -> None:
-    """Writes the plan atomically; FileExistsError if there is one."""
+def write_ablation(root: Path, ablation: Ablation, *, replaces: bool = False) -> None:
+    """Writes the plan atomically; FileExistsError if there is one, unless a search goes on and `replaces` it."""
     folder = ablation.folder(root)
     folder.mkdir(parents=True, exist_ok=True)  # it is there if whoever began it was killed before the plan was written
-    if (folder / PLAN).exists():
+    if (folder / PLAN).exists() and not replaces:
         raise FileExistsError(f"{folder / PLAN} is there: plans are written once")
     base = ablation.trials[0].config if ablation.trials else {}
     trials = []

@@ -266,6 +266,23 @@ class CheckpointConfig:
 
 
 @dataclass
+class TrackingConfig:
+    """Where rounds are sent besides the tables; each tracker's server and key are in its environment variables."""
+
+    to: Annotated[
+        list[Literal["wandb", "trackio", "mlflow", "aim", "tensorboard"]],
+        "the trackers; tensorboard is the same as tensorboard=true",
+    ] = field(default_factory=list)
+    project: Annotated[str, NOT_EMPTY, "the tracker's project or experiment, where the run is listed"] = "fedloom"
+    models: Annotated[bool, "also send the run's stored models when it is done"] = False
+
+    @property
+    def processes(self) -> list[str]:
+        """The trackers that have a process each."""
+        return [name for name in dict.fromkeys(self.to) if name != "tensorboard"]
+
+
+@dataclass
 class RunConfig:
     """Everything that determines a run."""
 
@@ -286,6 +303,7 @@ class RunConfig:
         "supernet_run_id in runs",
     ] = False
     tensorboard: Annotated[bool, "also write TensorBoard event files, in the run's artefacts"] = False
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     space: SpaceConfig = field(default_factory=SpaceConfig)

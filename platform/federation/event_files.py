@@ -1,4 +1,4 @@
-"""TensorBoard event files of a run (`tensorboard=true`): its rounds, and the scores of its final evaluation.
+"""TensorBoard event files of a run (`tensorboard=true`): its rounds and scores.
 
 They only repeat the tables' content, so errors in writing them do not stop a run.
 """
@@ -117,14 +117,33 @@ class EventFiles:
 
 
 def scalars(rows: Sequence[Row]) -> dict[str, float]:
-    """The values of a round by tag: its columns as STAGE/COLUMN, its final scores as evaluation/MODEL/..."""
+    """The values of a round by tag: its columns as STAGE/COLUMN, its scores, its final ones as evaluation/MODEL/..."""
     values: dict[str, float] = {}
     for table, row in rows:
         if table == "rounds":
             known = {name: row[name] for name in SCALARS if row.get(name) is not None}
             values |= {f"{row['stage']}/{name}": float(value) for name, value in known.items()}
-    final = [row for table, row in rows if table == "evaluations" and row["stage"] == FINAL]
-    return values | final_scores([row for row in final if row.get("value") is not None and row.get("detail") is None])
+    scores = [row for table, row in rows if table == "evaluations" and row.get("value") is not None]
+    scores = [row for row in scores if row.get("detail") is None]
+    final = [row for row in scores if row["stage"] == FINAL]
+    return values | mean_scores([row for row in scores if row["stage"] != FINAL]) | final_scores(final)
+
+
+def mean_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """A round's scores as STAGE/SPLIT/METRIC: the server's mean over architectures, or without any the clients'.
+
+    The last round of a stage has two, of the models before and after it: the later ones count.
+    """
+    by_tag: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("split") is not None:
+            by_tag.setdefault(f"{row['stage']}/{row['split']}/{row['metric']}", []).append(row)
+    means: dict[str, float] = {}
+    for tag, scores in by_tag.items():
+        latest = [row for row in scores if row["round"] == max(row["round"] for row in scores)]
+        central = [row for row in latest if row.get("client_id") is None]
+        means[tag] = fmean(float(row["value"]) for row in central or latest)
+    return means
 
 
 def final_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -60,7 +60,8 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
             "runs without a device table, which has these columns",
         ),
         _Needs("ray.detached", "executor.kind", "ray".__eq__, "ray"),
-        _Needs("ray.detached stop.patience stop.target", "dry_run", _is_missing, "runs that train"),
+        _Needs("tracking.project tracking.models", "tracking.to", _is_given, "trackers"),
+        _Needs("tracking.to ray.detached stop.patience stop.target", "dry_run", _is_missing, "runs that train"),
     ),
     DevicesConfig: (
         _Needs("availability_period_s", "availability_table", _is_given, "devices that are not always online"),

@@ -49,13 +49,14 @@ class Recorder:
         saved: Saved | None = None,
         events: Events | None = None,
         stored: Callable[[], None] = lambda: None,
+        sent: Callable[[Sequence[Row]], None] = lambda _: None,
     ) -> None:
         """`config` is stored in every checkpoint, which cannot be resumed with another configuration.
 
         `stored` is called when a round and its state are on the disk, and nothing changes there; it raises an error if
-        the run is not to go on.
+        the run is not to go on. `sent` is called with a round's rows after that.
         """
-        self.stored = stored
+        self.stored, self.sent = stored, sent
         self.events = events or NoEvents()
         self.writer, self.config, self.saved = writer, config or {}, saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
@@ -130,6 +131,7 @@ class Recorder:
                 self.saved = save_state(folder, record.state, position, self.config, paths.run_id, self.saved)
                 writer.manifest.require(folder / STATE_FILE)
                 self.stored()
+            self.sent(record.rows)
             record.then()
 
 

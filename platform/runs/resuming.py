@@ -31,6 +31,7 @@ FREE_ON_RESUME = (
     "data.download",
     "reuse_supernet",
     "tensorboard",
+    "tracking",
     "name",
     "tags",
 )

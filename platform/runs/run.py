@@ -16,13 +16,14 @@ from fedloom.platform.clients.device import GPU, memory_of
 from fedloom.platform.clients.execution import Executor, SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import RunConfig, TrackingConfig
 from fedloom.platform.federation.event_files import FOLDER as EVENTS, EventFiles, Events, NoEvents, check_event_files
 from fedloom.platform.federation.ineffective_keys import keys_without_effect
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
 from fedloom.platform.federation.tiers import RunCosts, load_costs
+from fedloom.platform.federation.trackers import TrackedRun, Trackers, check_trackers
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages, check_space, shared_training
 from fedloom.platform.plugins import blaming_own
@@ -40,7 +41,7 @@ from fedloom.platform.results.paths import (
     run_paths,
     write_names,
 )
-from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState
+from fedloom.platform.results.status import Heartbeat, StatusFile, WrittenState, read_status
 from fedloom.platform.results.store import is_remote, local_root
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.dry_run import DryExecutor, dry_stages
@@ -282,8 +283,9 @@ def stored_world(paths: RunPaths, config: RunConfig) -> World:
 
 def planned_stages(world: World) -> list[Stage]:
     """The method's stages, or those of a dry run; ValueError for invalid settings."""
-    if world.config.tensorboard:
+    if _has_event_files(world.config):
         check_event_files()
+    check_trackers(world.config.tracking)
     stages = build_stages(world)
     return dry_stages(stages) if world.config.dry_run else stages
 
@@ -312,9 +314,10 @@ def _go(
     log = log_to(paths.logs)
     CONSOLE.info("run %s", paths.run_id)
     events: Events = NoEvents()
-    if config.tensorboard:
+    if _has_event_files(config):
         events = EventFiles(paths.artifacts / EVENTS, writer.position["rounds"], asdict(config))
-    recorder = Recorder(writer, asdict(config), beginning.saved, events, stored)
+    trackers = _trackers(config, writer)
+    recorder = Recorder(writer, asdict(config), beginning.saved, events, stored, trackers.add)
     try:
         with _end_written(recorder, status):
             # From here on whoever knows the run's id may interrupt it.
@@ -339,10 +342,25 @@ def _go(
             )
             loop.run(beginning.state)
     finally:
+        trackers.close(read_status(paths.status).state)
         heartbeat.stop()
         if executor is not None:
             executor.close()
         close_log(log)
+
+
+def _has_event_files(config: RunConfig) -> bool:
+    return config.tensorboard or "tensorboard" in config.tracking.to
+
+
+def _trackers(config: RunConfig, writer: RunWriter) -> Trackers:
+    """The trackers of a run that begins or goes on; a dry run has none."""
+    run_id, ablation = writer.paths.run_id, str(writer.run_row.get("ablation") or "")
+    tags = [*config.tags, config.experiment, *([ablation] if ablation else [])]
+    values = json.loads(json.dumps(what_is_computed(asdict(config))))
+    run = TrackedRun(run_id, config.name or run_id, tags, ablation or None, values)
+    chosen = TrackingConfig() if config.dry_run else config.tracking
+    return Trackers(chosen, run, writer.paths, writer.position["rounds"])
 
 
 @contextmanager

@@ -44,6 +44,7 @@ WITHOUT_BEARING = (
     "dry_run",
     "reuse_supernet",
     "tensorboard",
+    "tracking",
     "checkpoint",
     "data.root",
     "data.cache",

@@ -223,7 +223,7 @@ def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_command_prints_json_on_request() -> None:
     for command in COMMANDS:
-        needed = ["x"] if command in ("resume", "attach", "search", "export") else []
+        needed = ["x"] if command in ("resume", "attach", "search", "export", "new") else []
         assert build_parser(HANDLERS).parse_args([command, "--json", *needed]).json
 
 

@@ -300,8 +300,8 @@ PUBLIC = {
     "RandomNasConfig": "name models metric train evaluation",
     "RayConfig": "address num_cpus num_gpus object_store_memory_bytes dashboard wait_s detached",
     "RunConfig": (
-        "experiment name tags seed results dry_run reuse_supernet tensorboard data objective space tiers devices "
-        "attack method stop executor ray checkpoint seeds"
+        "experiment name tags seed results dry_run reuse_supernet tensorboard tracking data objective space tiers "
+        "devices attack method stop executor ray checkpoint seeds"
     ),
     "ScaleFLConfig": "name distillation temperature distil_after train",
     "SearchConfig": (
@@ -335,6 +335,7 @@ PUBLIC = {
         "count rho_low rho_high upper_bounds paths cost cost_weights unsupported shares clients tasks device_table "
         "max_step_s step_batch_size budget num_gpus num_cpus"
     ),
+    "TrackingConfig": "to project models",
     "TrainingConfig": (
         "rounds clients_per_round arrivals asynchronous max_staleness epochs batch_size optimizer optimizer_state lr "
         "momentum idle_momentum weight_decay "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from fedloom.platform.federation.config import RunConfig
@@ -69,10 +70,21 @@ def expected_curves(config: RunConfig, run_id: str) -> Curves:
     found = found[found["detail"].isna()]  # a matrix is no curve
     found = found[(found["stage"] == "evaluation") & found["client_id"].isna()]
     assert len(found) > 0
+    last = {stage: step for (stage, _), step in steps.items()}
+    for (stage, round_, split, metric), value in _means(config, run_id).items():
+        step = steps.get((stage, round_), last[stage])  # of the model after the last round
+        curves.setdefault(f"{stage}/{split}/{metric}", {})[step] = pytest.approx(value, rel=1e-6)
     for row in found.to_dict("records"):
         tag = "/".join(["evaluation", row["model"], row["tier"], row["split"], row["metric"]])
         curves[tag] = {steps[("evaluation", row["round"])]: pytest.approx(row["value"], rel=1e-6)}
     return curves
+
+
+def _means(config: RunConfig, run_id: str) -> "pd.Series[float]":
+    """The server's mean scores before the final evaluation, by stage, round, split and metric."""
+    rows = read_table(Path(config.results), "evaluations", run_id=run_id)
+    rows = rows[rows["detail"].isna() & (rows["stage"] != "evaluation") & rows["client_id"].isna()]
+    return rows.groupby(["stage", "round", "split", "metric"])["value"].mean()
 
 
 def test_a_run_writes_its_rounds_and_final_scores(tiny_config: Tiny) -> None:
@@ -175,7 +187,7 @@ def test_missing_values_are_left_out() -> None:
 
 
 def score(**changes: Any) -> dict[str, Any]:
-    row = {"stage": "evaluation", "model": "m", "tier": "tier1", "architecture": "3-1", "client_id": None}
+    row = {"stage": "evaluation", "round": 0, "model": "m", "tier": "tier1", "architecture": "3-1", "client_id": None}
     return {**row, "split": "test", "metric": "accuracy", "value": 0.5, **changes}
 
 
@@ -196,8 +208,22 @@ def test_models_that_only_clients_score_have_their_mean() -> None:
     }
 
 
-def test_scores_of_other_stages_are_not_final() -> None:
-    assert scalars([("evaluations", score(stage="supernet")), ("evaluations", score(value=None))]) == {}
+def test_scores_of_other_stages_are_means_of_the_servers_over_architectures() -> None:
+    scores = [
+        score(stage="supernet", value=0.25),
+        score(stage="supernet", value=0.75, architecture="0-1"),
+        score(stage="supernet", value=1.0, client_id=3),
+        score(stage="supernet", split=None, metric="macs", value=12),
+        score(stage="later", value=0.25),
+        score(stage="later", value=0.5, round=1),
+        score(stage="personal", split="validation", client_id=3),
+        score(value=None),
+    ]
+    assert scalars([("evaluations", row) for row in scores]) == {
+        "supernet/test/accuracy": 0.5,
+        "later/test/accuracy": 0.5,
+        "personal/validation/accuracy": 0.5,
+    }
 
 
 def test_steps_are_counted_also_where_nothing_is_written(tmp_path: Path) -> None:

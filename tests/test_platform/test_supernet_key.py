@@ -44,6 +44,9 @@ FREE = {
     "seeds.search",
     "tags",
     "tensorboard",
+    "tracking.models",
+    "tracking.project",
+    "tracking.to",
 }
 """Keys that may differ between runs that share a supernet, whatever the method."""
 LATER = {
@@ -64,6 +67,7 @@ OTHERS: dict[str, Any] = {
     "list[float]": [1.5],
     "list[text]": ["smallest", "largest", "d=1,1 e=1.0"],
     "list[any]": [["idle", 1.0, 1.0]],
+    "list[one of wandb, trackio, mlflow, aim, tensorboard]": ["tensorboard"],
 }
 """A value for every type of the schema."""
 
