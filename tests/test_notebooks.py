@@ -8,6 +8,7 @@ from typing import Any
 import nbformat
 import pytest
 
+from fedloom.experiments.terminal.notebook import NotebookOutput
 from tools.notebooks import FOLDER, executed
 
 TASKS = {
@@ -51,7 +52,7 @@ def _without_numbers(text: str) -> str:
 
 REPORT = """
 import fedloom as fl
-data, train = {"num_clients": 4, "train_samples": 160}, {"rounds": 20, "clients_per_round": 2, "epochs": 1}
+data, train = {"num_clients": 4, "train_samples": 160}, {"rounds": 3, "clients_per_round": 2, "epochs": 1}
 run = fl.run("fedavg_digits", data=data, method={"train": train}, executor={"kind": "serial"})
 run.report()
 """
@@ -65,8 +66,15 @@ def test_a_cell_has_one_text_output_and_shows_the_report(tmp_path: Path) -> None
     assert (progress.output_type, [*progress.data]) == ("display_data", ["text/plain"])
     lines = progress.data["text/plain"].splitlines()
     assert re.fullmatch(r"run \S+", lines[0])
-    assert re.fullmatch(r"\.\.\. \d+ more lines", lines[1])
-    assert lines[-1].startswith("finished: ")
+    assert re.fullmatch(r"fedavg +━+ done in [\d:]+", lines[1])
+    assert re.fullmatch(r"  fedloom report \S+", lines[-1])
     assert "\x1b" not in progress.data["text/plain"]
     assert report.output_type == "execute_result"
     assert report.data["text/html"].startswith("<iframe srcdoc=")
+
+
+def test_of_many_printed_lines_the_first_and_the_latest_are_shown() -> None:
+    output = NotebookOutput()
+    output.view = lambda: ["━━━"]
+    print(*map(str, range(100)), sep="\n", file=output)
+    assert output.text().splitlines() == ["0", "... 59 more lines", *map(str, range(60, 100)), "━━━"]
