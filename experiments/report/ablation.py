@@ -631,7 +631,7 @@ def ablation_pictures(study: Study) -> Iterator[Picture]:
     """The figures that the ablation names and that this version knows, then that of convergence."""
     ablation, held_text = study.ablation, ""
     if len(ablation.axes) > 1 and not is_grid(ablation):
-        held_text = " The other axes vary with what is shown: this is a random search."
+        held_text = " The other axes vary with what is shown: the points are those of a search."
     elif len(ablation.axes) > 1:
         assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
         first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not on the axis)"
