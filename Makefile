@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/fedloom run experiment=fedoras_digits results=$(RESULTS)
+	$(BIN)/fedloom demo results=$(RESULTS)
 
 # The site, in build/docs/index.html: a broken link, a missing page or a missing name ends it.
 docs: install

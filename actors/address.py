@@ -1,6 +1,7 @@
 """Finds the address of the Ray cluster, and whether anything listens there, without importing Ray."""
 
 import ipaddress
+import logging
 import os
 import socket
 from pathlib import Path
@@ -46,6 +47,7 @@ def before_ray(address: str) -> None:
     """Sets what Ray reads from the environment when it is imported, so that the cluster at this address is reached."""
     stay_on_loopback(address)
     show_own_token(address)
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook it asks for ipywidgets
 
 
 def show_own_token(address: str) -> None:

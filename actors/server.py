@@ -71,12 +71,13 @@ def metered(
 
 
 class Told(NamedTuple):
-    """What a run has told: its id, once it has begun, whose supernet it uses, what it waits for, and the latest rounds
-    and warnings.
+    """What a run has told: its id, once it has begun, whose supernet it uses, its stages, what it waits for, and the
+    latest rounds and warnings.
     """
 
     run_id: str
     supernet_of: str
+    stages: list[str]
     waiting: str
     rounds: list[RoundProgress]
     warnings: list[str]
@@ -103,6 +104,7 @@ class ServerActor:
             os.chdir(folder)
         self._run_id, self._config, self._resume = run_id, config, resume
         self._has_begun, self._supernet_of, self._waiting = False, "", ""
+        self._stages: list[str] = []
         self._rounds: list[RoundProgress] = []
         self._warnings: list[str] = []
         self._stop = threading.Event()
@@ -130,7 +132,7 @@ class ServerActor:
 
         cluster = ray.get_runtime_context().gcs_address if config.ray.detached else ""
         make, watch = metered(self._run_id, self._rounds.append, waits)
-        watcher = Watcher(started, watch, self._stop.is_set, cluster)
+        watcher = Watcher(started, watch, self._stop.is_set, cluster, self._stages.extend)
         with warnings_in(self._warnings):
             return run_to_end(config, make, watcher, self._resume, RunIdentity(self._run_id))
 
@@ -152,7 +154,7 @@ class ServerActor:
         self._asked_s = time.monotonic()
         run_id = self._run_id if self._has_begun else ""
         rounds, warnings = self._rounds[after:], self._warnings[warned:]
-        return Told(run_id, self._supernet_of, self._waiting, rounds, warnings)
+        return Told(run_id, self._supernet_of, self._stages, self._waiting, rounds, warnings)
 
     @ray.method(concurrency_group=WATCH)
     def stop(self) -> None:

@@ -75,7 +75,10 @@ def settings_table(settings: Iterable[Setting]) -> str:
     """The keys as `fedloom keys` prints them."""
     return table(
         ["key", "default", "values", "meaning"],
-        ([f"`{s.key}`", f"`{written(s.default)}`", escape(str(s), quote=False), escape(s.help, quote=False)] for s in settings),
+        (
+            [f"`{s.key}`", f"`{written(s.default)}`", escape(str(s), quote=False), escape(s.help, quote=False)]
+            for s in settings
+        ),
     )
 
 
@@ -93,17 +96,23 @@ def fill_method(name: str) -> str:
 
 
 def fill_settings(name: str) -> str:
-    presets = table(["preset", "what it is"], ([f"`{p}`", header(CONF / "experiment" / f"{p}.yaml")] for p in of_method(name)))
+    presets = table(
+        ["preset", "what it is"], ([f"`{p}`", header(CONF / "experiment" / f"{p}.yaml")] for p in of_method(name))
+    )
     usual = {} if name == "fedavg" else {s.key: s for s in known_keys(["method=fedavg", "method"])}
     keys = [
         s
         for s in known_keys([f"method={name}", "method"])
         if s.key != "method.name" and (s.key not in usual or s.default != usual[s.key].default)
     ]
-    beside = "" if name == "fedavg" else " Keys and defaults of [FedAvg](fedavg.md#keys) that are the same are left out."
+    beside = (
+        "" if name == "fedavg" else " Keys and defaults of [FedAvg](fedavg.md#keys) that are the same are left out."
+    )
     module = f"fedloom.platform.methods.{name}"
     source = (ROOT / "platform" / "methods" / f"{name}.py").read_text()
-    code = f'??? note "The file: {module}"\n\n' + "\n".join(f"    {line}".rstrip() for line in f"```python\n{source}```".splitlines())
+    code = f'??? note "The file: {module}"\n\n' + "\n".join(
+        f"    {line}".rstrip() for line in f"```python\n{source}```".splitlines()
+    )
     return (
         f"## Presets\n\n{presets}\n\n## Keys\n\n`fedloom keys method method={name}` prints them.{beside}\n\n"
         f"{settings_table(keys)}\n\n## Code\n\n{code}"
@@ -123,8 +132,12 @@ def fill_tables() -> str:
     parts = []
     for name, columns in COLUMNS.items():
         described = {**PARTITION, **columns}
-        rows = ([f"`{c}`", column.kind, unit_of(c), escape(column.meaning, quote=False)] for c, column in described.items())
-        parts.append(f"### {name}\n\n{ROWS[name][0].upper()}{ROWS[name][1:]}.\n\n{table(['column', 'type', 'unit', 'meaning'], rows)}")
+        rows = (
+            [f"`{c}`", column.kind, unit_of(c), escape(column.meaning, quote=False)] for c, column in described.items()
+        )
+        parts.append(
+            f"### {name}\n\n{ROWS[name][0].upper()}{ROWS[name][1:]}.\n\n{table(['column', 'type', 'unit', 'meaning'], rows)}"
+        )
     return "\n\n".join(parts)
 
 
@@ -132,17 +145,26 @@ def fill_plugins() -> str:
     parts = []
     for point in known_code([]):
         rows = (
-            [f"`{code.name}`", escape(code.text, quote=False), ", ".join(f"`{o.key.rpartition('.')[2]}={written(o.default)}`" for o in code.options)]
+            [
+                f"`{code.name}`",
+                escape(code.text, quote=False),
+                ", ".join(f"`{o.key.rpartition('.')[2]}={written(o.default)}`" for o in code.options),
+            ]
             for code in point.built_in
         )
         keys = ", ".join(f"`{key}`" for key in point.keys)
         kind = point.kind[0].upper() + point.kind[1:]
-        parts.append(f"## {kind}\n\n{keys}. [Your own](../extend/{point.kind.replace(' ', '-')}.md) is {point.form}.\n\n" + table(["name", "what it is", "options"], rows))
+        parts.append(
+            f"## {kind}\n\n{keys}. [Your own](../extend/{point.kind.replace(' ', '-')}.md) is {point.form}.\n\n"
+            + table(["name", "what it is", "options"], rows)
+        )
     return "\n\n".join(parts)
 
 
 def fill_ablations() -> str:
-    return table(["ablation", "what it asks"], ([f"`{n}`", header(CONF / "ablation" / f"{n}.yaml")] for n in ablations()))
+    return table(
+        ["ablation", "what it asks"], ([f"`{n}`", header(CONF / "ablation" / f"{n}.yaml")] for n in ablations())
+    )
 
 
 def fill_usage() -> str:

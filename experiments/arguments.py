@@ -137,7 +137,7 @@ def check_typed(args: argparse.Namespace) -> None:
 
 DESCRIPTION = """Federated architecture search across unequal devices.
 
-  fedloom run experiment=fedoras_digits          a complete run: the demo, about two minutes on two cores
+  fedloom demo                                   a complete run, about two minutes on two cores
   fedloom run experiment=fedoras_digits seed=2   change one thing: any configuration value, key=value
   fedloom ablate ablation=alpha experiment=fedoras_digits     the same over values and seeds
   fedloom report                                 tables, plots and a page of what was started last
@@ -152,6 +152,33 @@ RUN_HELP = """Runs an experiment: a preset, with any configuration value changed
   fedloom run experiment=fedoras_digits name=baseline tags=[paper]         afterwards: fedloom report baseline
 
 `fedloom keys` lists all configuration keys, `fedloom plugins` what can be chosen by name.
+"""
+
+DEMO = "fedoras_digits"
+"""The preset of the demo."""
+DEMO_HELP = f"""Runs {DEMO}: FedorAS on digits, four tiers and forty clients, about two minutes on two cores.
+
+  fedloom demo                                   needs neither data nor a checkout, and writes to ./results
+  fedloom demo executor.kind=serial seed=2       any configuration value can be changed, as in `fedloom run`
+"""
+AFTER_DEMO = f"""
+next:
+  fedloom report                                  tables, plots and a page of this run
+  fedloom run experiment={DEMO} seed=2    change one thing; fedloom keys lists what there is
+  fedloom ablate ablation=alpha experiment={DEMO} --plan
+  fedloom new my_project                          a data set, a method and a test of your own"""
+
+NEW_HELP = """Writes a project that runs at once: a data set, a network, a server rule, a preset, a test and a README.
+
+  fedloom new my_project
+  cd my_project; fedloom run experiment=my_preset.yaml
+"""
+
+COMPLETION_HELP = """Prints a script by which a shell completes commands, keys, presets, names and runs.
+
+  fedloom completion bash > ~/.local/share/bash-completion/completions/fedloom
+  fedloom completion zsh > ~/.zfunc/_fedloom              a folder of $fpath
+  fedloom completion fish > ~/.config/fish/completions/fedloom.fish
 """
 
 ABLATE_HELP = """Runs every point of an ablation's axes with every seed, as many trials at once as the cluster holds.
@@ -262,6 +289,17 @@ Ctrl-C ends the watching, not the run. Of a run that has ended it says how.
 """
 
 
+BOARD_HELP = """Serves a live web page of the results: runs, curves, ablations, fronts, clients, differences, reports.
+
+  fedloom board                                  on this machine alone; open the URL that it prints
+  fedloom board --results /shared/results --port 9000
+  ssh -L 8270:localhost:8270 HOST                on a remote machine: forward the port, then open http://localhost:8270
+  FEDLOOM_BOARD_TOKEN=SECRET fedloom board --host 0.0.0.0      for others, who must give the token
+
+It reads tables and status files only, and never writes. It uses no network: all that the page needs is served by it.
+"""
+
+
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +354,17 @@ COMMANDS: Mapping[str, Command] = {
         "run an experiment to its end",
         (_overrides("experiment=NAME (or a YAML file of your own) and whatever differs from it"),),
         RUN_HELP,
+    ),
+    "demo": Command("run the demo, two minutes", (_overrides("whatever differs from it"),), DEMO_HELP),
+    "new": Command(
+        "begin a project with a data set and a method of your own",
+        (Argument("folder", metavar="FOLDER", type=_path, help="a new folder, or an empty one"),),
+        NEW_HELP,
+    ),
+    "completion": Command(
+        "a script for the shell, which completes commands and keys",
+        (Argument("shell", choices=("bash", "zsh", "fish"), help="the shell"),),
+        COMPLETION_HELP,
     ),
     "resume": Command(
         "continue a run from its last checkpoint",
@@ -450,6 +499,23 @@ COMMANDS: Mapping[str, Command] = {
             _flag("--all", "all runs and ablations, not only the newest 50 of each"),
             RESULTS,
         ),
+    ),
+    "board": Command(
+        "a live web page of runs and ablations",
+        (
+            Argument("--host", default="127.0.0.1", help="interface to serve on (default: 127.0.0.1, this machine)"),
+            Argument(
+                "--port",
+                default=8270,
+                type=_number(Annotated[int, Interval(ge=0, le=65535)]),
+                help="port to serve on, 0 for any free one (default: 8270)",
+            ),
+            Argument(
+                "--token", help="secret that the page asks for; better in FEDLOOM_BOARD_TOKEN, as users see commands"
+            ),
+            RESULTS,
+        ),
+        BOARD_HELP,
     ),
     "export": Command(
         "a trained model as files that run without fedloom",

@@ -6,16 +6,19 @@ import gc
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.experiments.arguments import Handler, build_parser, check_typed, parse
+from fedloom.experiments.arguments import AFTER_DEMO, DEMO, Handler, build_parser, check_typed, parse
+from fedloom.experiments.runs.overrides import last_values
 from fedloom.experiments.terminal import (
     CONFIGURATION,
     EXPLAINED,
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, _interrupt)
         if args.quiet:
             stop_printing()
-        handler = logging.StreamHandler()
+        handler = _Handler()
         handler.setFormatter(PrintableFormatter("fedloom: %(message)s"))
         logging.basicConfig(level=logging.ERROR if args.quiet else logging.WARNING, handlers=[handler])
         check_typed(args)
@@ -71,6 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is then: while a view is shown, warnings appear above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def _interrupt(_signal: int, _frame: Any) -> None:
     # Slurm, Kubernetes and docker stop a run like this; it ends as after Ctrl-C.
     raise KeyboardInterrupt
@@ -81,6 +92,12 @@ class _WhileRead:
 
     def __init__(self, view: Any) -> None:
         self._view = view
+
+    def doing(self, what: str) -> None:
+        while_read(self._view.doing, what)
+
+    def stages(self, names: Sequence[str]) -> None:
+        while_read(self._view.stages, names)
 
     def started(self, run_id: str, supernet_of: str) -> None:
         while_read(self._view.started, run_id, supernet_of)
@@ -93,6 +110,20 @@ class _WhileRead:
 
     def end(self, end: Any, results: str) -> None:
         while_read(self._view.end, end, results)
+
+    def finished(self, run_id: str, results: str, renamed: Any) -> None:
+        while_read(self._view.finished, run_id, results, renamed)
+
+
+@contextmanager
+def _run_view(args: argparse.Namespace, doing: str) -> Iterator[_WhileRead]:
+    """The view of a run, from before torch is imported; after an error, too, the terminal is as without it."""
+    from fedloom.experiments.show import RunView
+
+    with RunView(as_json=args.json) as view:
+        watched = _WhileRead(view)
+        watched.doing(doing)
+        yield watched
 
 
 def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool) -> Path:
@@ -108,24 +139,24 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
 
 
 def _run(args: argparse.Namespace) -> int:
-    _tell(args, "preparing the run")
-    gc.disable()  # importing torch takes a sixth less time without collecting garbage
-    try:
-        from fedloom.experiments.runs.configuration import compose_config
+    with _run_view(args, "loading torch and the configuration") as view:
+        gc.disable()  # importing torch takes a sixth less time without collecting garbage
+        try:
+            from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 
-        config = compose_config(args.overrides)
-    finally:
-        gc.enable()
-    return _execute(args, config, None)
-
-
-def _tell(args: argparse.Namespace, text: str) -> None:
-    if not args.json:
-        tell_at_once(text)
+            config = compose_config(args.overrides)
+            tell_of_attack(config, args.overrides)
+        finally:
+            gc.enable()
+        return _execute(view, config, None)
 
 
 def _resume(args: argparse.Namespace) -> int:
-    _tell(args, "looking up the run")
+    with _run_view(args, "looking up the run") as view:
+        return _resumed(args, view)
+
+
+def _resumed(args: argparse.Namespace, view: _WhileRead) -> int:
     from fedloom.experiments.runs.configuration import change_stored, stored_config
 
     run_id, stored = stored_config(args.results, args.run, args.overrides)
@@ -133,26 +164,20 @@ def _resume(args: argparse.Namespace) -> int:
     from fedloom.platform.runs.resuming import is_finished, leave_finished
 
     if is_finished(config, run_id):
-        from fedloom.experiments.show import RunView
-
-        renamed = leave_finished(config, run_id, take_over=args.take_over)
-        RunView(as_json=args.json).finished(run_id, config.results, renamed)
+        view.finished(run_id, config.results, leave_finished(config, run_id, take_over=args.take_over))
         return OK
     from fedloom.platform.runs.run import Resume
 
-    return _execute(args, config, Resume(run_id, args.changed_plugins, args.take_over))
+    return _execute(view, config, Resume(run_id, args.changed_plugins, args.take_over))
 
 
-def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
+def _execute(view: _WhileRead, config: Any, resume: Any) -> int:
     from fedloom.actors.address import before_ray
 
     before_ray(config.ray.address)
-    if config.executor.kind == "ray" and not config.dry_run:
-        _tell(args, "starting its server and client actors")
+    view.doing("loading Ray")
     from fedloom.experiments.runs.launch import launch
-    from fedloom.experiments.show import RunView
 
-    view = _WhileRead(RunView(as_json=args.json))
     with naming(config.results):
         end = launch(config, view, resume)
     view.end(end, config.results)
@@ -160,23 +185,23 @@ def _execute(args: argparse.Namespace, config: Any, resume: Any) -> int:
 
 
 def _attach(args: argparse.Namespace) -> int:
-    _tell(args, "looking up the run")
-    from fedloom.actors.address import before_ray
-    from fedloom.platform.results.paths import find_run
+    with _run_view(args, "looking up the run") as view:
+        from fedloom.actors.address import before_ray
+        from fedloom.platform.results.paths import find_run
 
-    paths = find_run(_here(args, [args.run], tensors=False), args.run)
-    before_ray(args.address)
-    from fedloom.experiments.runs.launch import attach
-    from fedloom.experiments.show import RunView
+        paths = find_run(_here(args, [args.run], tensors=False), args.run)
+        before_ray(args.address)
+        from fedloom.experiments.runs.launch import attach
 
-    view = _WhileRead(RunView(as_json=args.json))
-    end = attach(args.results, paths, args.address, view, stop=args.stop)
-    view.end(end, args.results)
-    return of_run_end(end.kind)
+        end = attach(args.results, paths, args.address, view, stop=args.stop)
+        view.end(end, args.results)
+        return of_run_end(end.kind)
 
 
 def _ablate(args: argparse.Namespace) -> int:
     ablation_id = args.resume if args.resume is not None else args.retry_failed
+    if not args.json:
+        tell_at_once("loading torch and planning the trials")
     from fedloom.actors.address import before_ray
     from fedloom.experiments.ablation.plan import plan_ablation
     from fedloom.experiments.runs.overrides import override_text
@@ -195,6 +220,39 @@ def _ablate(args: argparse.Namespace) -> int:
     from fedloom.experiments.ablation.command import run_command
 
     return run_command(ablation, args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    args.overrides = last_values([f"experiment={DEMO}", *args.overrides])
+    code = _run(args)
+    if code == OK and not args.json:
+        while_read(print, AFTER_DEMO)
+    return code
+
+
+def _new(args: argparse.Namespace) -> int:
+    from fedloom.experiments.new_project import new_project
+    from fedloom.experiments.terminal import write_json
+
+    files = new_project(args.folder)
+    if args.json:
+        write_json({"folder": str(args.folder), "files": [str(file) for file in files]})
+    else:
+        sys.stdout.writelines(f"{file}\n" for file in files)
+        sys.stdout.write(f"next: cd {shlex.quote(str(args.folder))}; fedloom run experiment=my_preset.yaml\n")
+    return OK
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from fedloom.experiments.completion import script
+    from fedloom.experiments.terminal import write_json
+
+    text = script(args.shell)
+    if args.json:
+        write_json({"shell": args.shell, "script": text})
+    else:
+        sys.stdout.write(text)
+    return OK
 
 
 def _describe(args: argparse.Namespace) -> int:
@@ -354,6 +412,20 @@ def _verify(args: argparse.Namespace) -> int:
     return OK if all(run.whole for run in runs) else CONFIGURATION
 
 
+def _board(args: argparse.Namespace) -> int:
+    from fedloom.experiments.board.server import run_board
+
+    token = args.token or os.environ.get("FEDLOOM_BOARD_TOKEN", "")
+
+    def tell(url: str) -> None:
+        text = f"the board of {args.results}: {url} (Ctrl-C ends it)"
+        sys.stdout.write((json.dumps({"url": url}) if args.json else text) + "\n")
+        sys.stdout.flush()
+
+    run_board(_here(args, None, tensors=False), args.host, args.port, token, tell)
+    return OK
+
+
 def _status(args: argparse.Namespace) -> int:
     from fedloom.experiments.status import clean_leftovers, hint_at_leftovers, show_status
 
@@ -370,6 +442,9 @@ def _status(args: argparse.Namespace) -> int:
 
 HANDLERS: Mapping[str, Handler] = {
     "run": _run,
+    "demo": _demo,
+    "new": _new,
+    "completion": _completion,
     "resume": _resume,
     "attach": _attach,
     "ablate": _ablate,
@@ -382,6 +457,7 @@ HANDLERS: Mapping[str, Handler] = {
     "report": _report,
     "reproduce": _reproduce,
     "search": _search,
+    "board": _board,
     "status": _status,
     "export": _export,
     "submit": _submit,

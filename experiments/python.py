@@ -1,12 +1,14 @@
 """fedloom from Python: starts runs and reads what they recorded, with the checks and the bits of the command line."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,29 +19,45 @@ import torch
 
 from fedloom.actors.address import before_ray
 from fedloom.experiments import analysis
-from fedloom.experiments.analysis.tables import paths_of
-from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.ablation.config import (
+    NOT_AXES,
+    PREFIX,
+    AblationConfig,
+    check_ablation,
+    load_ablation_config,
+)
+from fedloom.experiments.ablation.plan import plan_of
+from fedloom.experiments.analysis.tables import METRIC, paths_of
+from fedloom.experiments.passed import Names, called, check_current, is_plain, names_in
+from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
-from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end, tell_at_once
+from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, RunFailedError
 from fedloom.platform.plugins import blaming_own
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.files import read_json
 from fedloom.platform.results.paths import RunPaths, find_run
-from fedloom.platform.results.status import Status, read_status
+from fedloom.platform.results.status import read_status
+from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_runs
-from fedloom.platform.words import naming, shown
+from fedloom.platform.runs.run_files import sources_of
+from fedloom.platform.runs.source_code import plugin_sources
+from fedloom.platform.settings import validated
+from fedloom.platform.words import naming
 
 if TYPE_CHECKING:
     from fedloom.experiments.report.pages import ReportFiles
+    from fedloom.experiments.store.ablations import Ablation as Plan
 
-__all__ = ["Run", "RunFailedError", "StartedRun", "compare", "load", "run", "start"]
+__all__ = ["Ablation", "Progress", "Run", "RunFailedError", "StartedRun", "ablate", "compare", "load", "run", "start"]
 
 
 MOST_LINES = 1000
 """Lines of a started run's output that are remembered."""
+RANGES = frozenset({"uniform", "log_uniform", "integers"})
+"""What an axis of a random search has instead of values."""
 END_S = 5.0
 """Seconds for the last lines of a process that has ended."""
 
@@ -61,27 +79,119 @@ def run(
     Raises, with the line that the command prints: ValueError where the command exits with 2, before anything is
     written; RunFailedError if the run fails or cannot go on; KeyboardInterrupt if it is interrupted.
     """
-    if not quiet:
-        tell_at_once("preparing the run")
-    _, config = _composed(experiment, changes)
-    before_ray(config.ray.address)
-    from fedloom.experiments.runs.launch import launch  # imports Ray
+    with _View(quiet, on_round) as view:
+        view.doing("preparing the run")
+        threads = torch.get_num_threads()
+        with _composed(experiment, changes) as (_, config):
+            before_ray(config.ray.address)
+            from fedloom.experiments.runs.launch import launch  # imports Ray
 
-    view, threads = _View(quiet, on_round), torch.get_num_threads()
-    try:
-        with _in_one_line(config.results):
-            end = launch(config, view)
-    finally:
-        torch.set_num_threads(threads)  # a serial run sets that of this process
-    if view.error is not None:
-        raise view.error
-    if end.kind in ("interrupted", "detached"):
-        raise KeyboardInterrupt(how_it_ended(end, config.results))
-    if end.kind != "done":
-        raise _error(of_run_end(end.kind), how_it_ended(end, config.results))
-    if not quiet:
-        view.end(end, config.results)
+            try:
+                with _in_one_line(config.results):
+                    end = launch(config, view)
+            finally:
+                torch.set_num_threads(threads)  # a serial run sets that of this process
+            if end.kind == "refused":
+                raise ValueError(how_it_ended(end, config.results))
+        if view.error is not None:
+            raise view.error
+        if end.kind in ("interrupted", "detached"):
+            raise KeyboardInterrupt(how_it_ended(end, config.results))
+        if end.kind != "done":
+            raise _error(of_run_end(end.kind), how_it_ended(end, config.results))
+        if not quiet:
+            view.end(end, config.results)
     return Run(end.run_id, config.results)
+
+
+def ablate(
+    experiment: str | None = None,
+    /,
+    over: Mapping[str, Any] | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    ablation: str | Path | Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **changes: Any,
+) -> "Ablation":
+    """Runs a preset over values and seeds, as `fedloom ablate` does, and returns the ablation.
+
+    `over` has for each varied key its values, `{"data.alpha": [0.1, 1.0]}`, or settings by name that change several
+    keys, `{"rule": {"none": {}, "prox": {"method.train.local_rule": "fedprox"}}}`, or for a random search a range,
+    `{"method.train.lr": {"log_uniform": [0.01, 1]}}` with `ablation={"search": {"kind": "random"}}`. Or `ablation`
+    names a preset or YAML file that says so; as a dictionary it has further keys `ablation.*`, such as `figures`. Other
+    values are those of `run`, for all trials. Without actors (`executor={"kind": "serial"}`) trials run one after the
+    other in this process, otherwise as many at once as fit.
+
+    Raises ValueError, RunFailedError and KeyboardInterrupt as `run` does; the latter two with what continues it.
+    """
+    for key in ("seed", "name"):
+        if key in changes:
+            raise ValueError(f"{key}={changes[key]}: {NOT_AXES[key]}")
+    preset = [] if experiment is None else [f"experiment={experiment}"]
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        with _in_one_line():
+            names = stack.enter_context(names_in(changes))
+            common = [*preset, *overrides_of(names.values)]
+            name, definition, named = _definition(names, over, seeds, ablation)
+            plan = plan_of(name, definition, common, named=named)
+            check_current(plugin_sources([trial.config for trial in plan.trials]))
+        before_ray(plan.trials[0].config["ray"]["address"])
+        from fedloom.experiments.ablation.command import complaints, run_here  # imports Ray
+
+        results = str(plan.trials[0].config["results"])
+        try:
+            with _in_one_line(results):
+                end = run_here(plan, results, quiet=quiet)
+        finally:
+            torch.set_num_threads(threads)
+    if end.kind != "done":
+        *lines, last = complaints(end, results)
+        line = "; ".join([*lines[:1], last])
+        raise KeyboardInterrupt(line) if end.kind == "interrupted" else RunFailedError(line)
+    return Ablation(plan.ablation_id, results)
+
+
+def _definition(
+    names: Names,
+    over: Mapping[str, Any] | None,
+    seeds: Sequence[int] | None,
+    ablation: str | Path | Mapping[str, Any] | None,
+) -> tuple[str, AblationConfig, str]:
+    """The name and definition of an ablation, and what errors call it."""
+    if isinstance(ablation, str | Path):
+        if over:
+            raise ValueError(f"give either over= or ablation={ablation}, which has axes of its own")
+        varied = [] if seeds is None else [f"{PREFIX}seeds={list(seeds)}"]
+        return *load_ablation_config(str(ablation), varied), f"ablation={ablation}"
+    if not over and not (ablation or {}).get("axes"):
+        raise ValueError('give what is varied: over={"data.alpha": [0.1, 1.0]}, or ablation="alpha"')
+    axes = dict(_axis(names, key, values) for key, values in (over or {}).items())
+    if len(axes) < len(over or {}):
+        raise ValueError(f"over={[*(over or {})]}: two of these keys end alike: vary them as settings by name")
+    axes |= (ablation or {}).get("axes", {})
+    values = {**(ablation or {}), "axes": axes, **({} if seeds is None else {"seeds": list(seeds)})}
+    definition: AblationConfig = validated(AblationConfig, values, PREFIX)
+    check_ablation(definition)
+    return "-".join(axes)[:40], definition, f"over={[*(over or {})]}"
+
+
+def _axis(names: Names, key: str, values: Any) -> tuple[str, dict[str, Any]]:
+    """The name of an axis, and its definition."""
+    name = key.rpartition(".")[2]
+    if isinstance(values, Mapping) and values.keys() <= RANGES:
+        return name, {"key": key, **values}
+    if isinstance(values, Mapping) and all(isinstance(changes, Mapping) for changes in values.values()):
+        return name, {"settings": {label: names.of("", c) if c else {} for label, c in values.items()}}
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"over={{{key!r}: {values!r}}}: give a list of values, or settings by name, as dictionaries")
+    values = _plain([*values])
+    if is_plain(values):
+        return name, {"key": key, "values": values}
+    labels = [str(v) if is_plain(v) else called(v) for v in values]
+    unique = [f"{label}-{i}" if labels.count(label) > 1 else label for i, label in enumerate(labels, 1)]
+    return name, {"settings": {label: names.of(key, v) for label, v in zip(unique, values, strict=True)}}
 
 
 def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
@@ -89,38 +199,47 @@ def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
 
     Values are those of `run`. Raises ValueError or RunFailedError for a run that does not begin.
     """
-    overrides, config = _composed(experiment, changes)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fedloom.experiments", "run", *overrides],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None, "it is a pipe"
     lines: deque[str] = deque(maxlen=MOST_LINES)
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("run "):
-                break
-        else:
-            raise _error(process.wait(), _complaint(lines))
-    except KeyboardInterrupt:
-        process.terminate()
-        raise
+    with _composed(experiment, changes) as (overrides, config):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedloom.experiments", "run", *overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            # Code of one's own is imported from where this process imports it.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)},
+        )
+        assert process.stdout is not None, "it is a pipe"
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("run "):
+                    break
+            else:
+                raise _error(process.wait(), _complaint(lines))
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
     # What the process prints is read until its end, so that it never waits for a reader.
     reader = threading.Thread(target=lines.extend, args=[process.stdout], daemon=True)
     reader.start()
-    return StartedRun(line.split()[1], config.results, process, lines, reader)
+    return StartedRun(line.split()[1], config.results, process, lines, reader, time.monotonic())
 
 
-def _composed(experiment: str | None, changes: Mapping[str, Any]) -> tuple[list[str], RunConfig]:
+@contextmanager
+def _composed(experiment: str | None, changes: Mapping[str, Any]) -> Iterator[tuple[list[str], RunConfig]]:
+    """The overrides and the configuration; if the block refuses it, by ValueError, nothing of it is left."""
     preset = [] if experiment is None else [f"experiment={experiment}"]
-    with _in_one_line():
-        overrides = last_values([*preset, *overrides_of(changes)])
-        return overrides, compose_config(overrides)
+    with ExitStack() as stack:
+        with _in_one_line():
+            names = stack.enter_context(names_in(changes))
+            overrides = last_values([*preset, *overrides_of(names.values)])
+            config = compose_config(overrides)
+            check_current(sources_of(config))
+            tell_of_attack(config, overrides)
+        yield overrides, config
 
 
 def _complaint(lines: Iterable[str]) -> str:
@@ -164,7 +283,7 @@ def _error(exit_code: int, line: str) -> Exception:
 
 
 def overrides_of(changes: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Nested or dotted configuration values as `key=value`; ValueError for a value that no configuration holds."""
+    """Nested or dotted configuration values as `key=value`."""
     texts: list[str] = []
     for name, value in changes.items():
         key = f"{prefix}{name}"
@@ -173,18 +292,8 @@ def overrides_of(changes: Mapping[str, Any], prefix: str = "") -> list[str]:
         elif key in GROUPS and isinstance(value, str):
             texts.append(f"{key}={value}")
         else:
-            texts.append(f"{key}={_text(key, value)}")
+            texts.append(f"{key}={override_text(_plain(value))}")
     return texts
-
-
-def _text(key: str, value: Any) -> str:
-    try:
-        return override_text(_plain(value))
-    except TypeError as error:
-        raise ValueError(
-            f"{key}={shown(value, repr)}: give a number, text, True, False or None, or a list or dictionary of these; "
-            "code of your own is given by its import path, module:name"
-        ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -244,7 +353,10 @@ class Run:
         from fedloom.experiments.export.export import module_of
         from fedloom.experiments.export.selection import Wanted
 
-        return module_of(self._paths(tensors=True), Wanted(tier, target, architecture, model))
+        try:
+            return module_of(self._paths(tensors=True), Wanted(tier, target, architecture, model))
+        except ValueError as error:  # which names the command's options
+            raise ValueError(re.sub(r"--(tier|target|architecture|model)\b", r"\1", str(error))) from error
 
     def report(self, out: str | Path | None = None) -> "ReportFiles":
         """Writes the run's report as `fedloom report` does; a notebook shows the page."""
@@ -260,17 +372,85 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Ablation:
+    """An ablation, and what its trials have recorded so far; its id tells `fedloom report` and `ablate --resume`."""
+
+    id: str
+    results: str
+
+    @property
+    def runs(self) -> list[Run]:
+        """The trials that have begun, in the order of the plan."""
+        _, tables = self._loaded()
+        return [Run(paths.run_id, self.results) for paths in tables.paths]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per trial and final model: a column for each axis, the seed, and what was measured."""
+        plan, tables = self._loaded()
+        return analysis.ablation_frame(tables, plan)
+
+    def compare(self, *axes: str, measure: str = METRIC) -> pd.DataFrame:
+        """One row per setting of these axes (all, if none is named) and model: the mean of a measure over the seeds.
+
+        Columns are those of `analysis.by_setting`, measures those of `analysis.MEASURES`.
+        """
+        plan, tables = self._loaded()
+        unknown = [axis for axis in axes if axis not in plan.axes]
+        if unknown:
+            raise ValueError(f"{self.id} has no axis {unknown[0]!r}; its axes are {', '.join(plan.axes)}")
+        return analysis.by_setting(analysis.ablation_frame(tables, plan), measure, axes or [*plan.axes])
+
+    def report(self, out: str | Path | None = None) -> "ReportFiles":
+        """Writes the ablation's report as `fedloom report` does; a notebook shows the page."""
+        from fedloom.experiments.report.ablation import write_ablation_report
+
+        plan, _ = self._loaded()
+        root = local_root(self.results)
+        return write_ablation_report(root, plan.ablation_id, None if out is None else Path(out))
+
+    def _loaded(self) -> "tuple[Plan, analysis.Tables]":
+        return analysis.load_ablation(self.results, self.id)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    `state` and `message` are those of the status; rounds are the stage's. `fraction` is the share of the whole run's
+    time that is over, or while nobody knows how long it takes of the stage's rounds; `left_s` is then None.
+    """
+
+    state: str
+    message: str
+    stage: str
+    round: int
+    rounds_total: int
+    fraction: float
+    left_s: float | None
+
+
+@dataclass(frozen=True)
 class StartedRun(Run):
     """A run in a process of its own."""
 
     _process: "subprocess.Popen[str]" = field(repr=False, compare=False)
     _lines: deque[str] = field(repr=False, compare=False)
     _reader: threading.Thread = field(repr=False, compare=False)
+    _began_s: float = field(repr=False, compare=False)
 
     @property
-    def progress(self) -> Status:
-        """The stage and round in which the run is, and how it stands."""
-        return read_status(self._paths().status)
+    def progress(self) -> Progress:
+        """How the run stands now."""
+        status = read_status(self._paths().status)
+        left_s = 0.0 if status.state == "done" else status.left_s if status.left_s >= 0 else None
+        over_s = time.monotonic() - self._began_s
+        by_rounds = status.round / max(1, status.rounds_total)
+        return Progress(
+            *(status.state, status.message, status.stage, status.round, status.rounds_total),
+            fraction=by_rounds if left_s is None else over_s / (over_s + left_s),
+            left_s=left_s,
+        )
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """The run when it has ended; RunFailedError as in `run`, TimeoutError if it goes on after `timeout_s`."""

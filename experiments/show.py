@@ -1,13 +1,17 @@
 """Terminal output of runs, reports and table descriptions: lines and tables, or one JSON object."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import RenderableType
 
 from fedloom.experiments.terminal import complain, console, where, write_json
+from fedloom.experiments.terminal.live import LiveArea, area_below, is_live
+from fedloom.experiments.terminal.notebook import NotebookArea
+from fedloom.experiments.terminal.rounds import Progress
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.tables import COLUMNS, PARTITION, ROWS, unit_of
@@ -23,23 +27,67 @@ if TYPE_CHECKING:
 
 
 class RunView:
-    """Shows the rounds of a run as they finish."""
+    """Shows a run: on a terminal as a view of fixed height below what is printed, elsewhere as a line per round.
+
+    It is used in a `with` block, which leaves the terminal as it would be without a view, in every case.
+    """
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self.console = console(quiet=as_json)
         self.run_id = ""
+        self._progress: Progress | None = None
+        self._area: LiveArea | NotebookArea | None = None
+        if not as_json and is_live(self.console):
+            self.console = console(folds=False)
+            self._progress = Progress()
+            self._area = area_below(self.console, self._progress.lines)
+            self._area.start()
+
+    def doing(self, what: str) -> None:
+        """Says what is being started; files and pipes get results alone."""
+        if self._progress is not None and self._area is not None:
+            self._progress.doing(what)
+            self._area.refresh()  # at once: importing torch leaves little time to other threads
+        elif sys.stdout.isatty():
+            self.console.print(what)
+
+    def stages(self, names: Sequence[str]) -> None:
+        """Gets the names of the run's stages, which are bars on a terminal."""
+        if self._progress is not None:
+            self._progress.stages(names)
 
     def started(self, run_id: str, supernet_of: str) -> None:
         """Prints the run's id and, if it has one, the run whose supernet it reuses."""
         self.run_id = run_id
         self.console.print(f"run {run_id}")
+        if self._progress is not None:
+            self._progress.doing("the first round")
         if supernet_of:
             self.console.print(f"begins with the supernet of run {supernet_of}: the same configuration up to there")
 
     def round(self, progress: "RoundProgress") -> None:
-        """Prints one line: loss, metric, bytes, and the time left."""
-        self.console.print(round_line(progress))
+        """Shows loss, metric, bytes, and the time left."""
+        if self._progress is None:
+            self.console.print(round_line(progress))
+            return
+        self._progress.round(progress)
+        if progress.stopped:
+            self.console.print(f"{progress.stage} ends after round {progress.round + 1}: {progress.stopped}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close("ended")
+
+    def _close(self, how: str) -> None:
+        """Leaves the view's last lines on the terminal, which say how the run ended."""
+        if self._area is not None and self._progress is not None:
+            self._progress.ended(how)
+            self._area.transient = not self._progress.has_begun
+            self._area.stop()
+            self._area = None
 
     def waiting(self, message: str) -> None:
         """Prints why the run does not start yet."""
@@ -63,9 +111,19 @@ class RunView:
         elif end.kind == "done":
             from fedloom.experiments.report.runs import summary_table  # a run begins without what its end needs
 
-            self.console.print(summary_table(_brought(results, end.run_id), end.run_id))
-            self.console.print(f"finished: {end.run_id}; plots and page: fedloom report {end.run_id}{where(results)}")
+            table = summary_table(_brought(results, end.run_id), end.run_id)  # the view goes on while it is read
+            self._close(end.kind)
+            if self._progress is not None:
+                self.console.print()
+            self.console.print(table, soft_wrap=True)
+            report = f"fedloom report {end.run_id}{where(results)}"
+            if self._progress is None:
+                self.console.print(f"finished: {end.run_id}; plots and page: {report}")
+            else:
+                self.console.print("plots and page:")
+                self.console.print(f"  {report}", soft_wrap=True)  # in one piece, to be copied
         else:
+            self._close(end.kind)
             complain(how_it_ended(end, results))
 
 

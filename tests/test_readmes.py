@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import re
 import shlex
+import shutil
 import sys
 import wave
 from collections.abc import Iterator, Sequence
@@ -109,6 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         named = re.match(r"# (\w+\.(?:yaml|py))\n", block.text)
         if named:
             (tmp_path / named[1]).write_text(block.text)
+    shutil.copytree(ROOT / "experiments" / "template", tmp_path, dirs_exist_ok=True)
     signs = "".join(map(chr, range(33, 127))) * 20
     pd.DataFrame({"text": [signs] * 20, "user": range(20)}).to_parquet(tmp_path / "mine.parquet")
     for speaker in "abcdefghijkl":
@@ -124,6 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is started from that folder."""
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.syspath_prepend(str(PLUGINS))
     monkeypatch.setenv("FEDLOOM_CACHE", str(folder / "cache"))
 
@@ -192,7 +195,7 @@ def test_python_is_python() -> None:
 def test_the_lines_from_python_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = (block for block in ALL_BLOCKS if "import fedloom as fl" in block.text)
+    (block,) = (b for b in ALL_BLOCKS if "import fedloom as fl" in b.text and b.place.startswith("README.md"))
     assert len(block.text.splitlines()) <= 12
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fedloom.experiments.report.pages.drawn", lambda _: [])  # the pictures have their own tests
@@ -201,6 +204,25 @@ def test_the_lines_from_python_run(
     assert capsys.readouterr().out.endswith(f"[('{names['run'].id}', 'done')]\n")
     assert names["page"]._repr_html_().startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
     assert sum(parameter.numel() for parameter in names["network"].parameters()) == 71_226
+
+
+def test_the_blocks_of_the_guide_to_python_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, *blocks = (b for b in ALL_BLOCKS if b.place.startswith("docs/how-to/from-python.md"))
+    (tmp_path / "my_code.py").write_text(code.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block.text, block.place, "exec"), names)
+    assert [run.status for run in names["ablation"].runs] == ["done"] * 4
+    assert names["run"].status == "interrupted"
+    config = next(run.config for run in names["fl"].load("results") if run.config["data"]["dataset"] == "npz")
+    assert config["method"]["train"]["local_rule"] == "my_code:prox"
+    assert config["method"]["train"]["options"] == {"mu": 0.1}
+    assert config["space"]["options"]["code"] == ["my_code:Net"]
+    capsys.readouterr()
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -258,7 +280,7 @@ def test_other_commands_are_there() -> None:
             assert words[1] in targets, place
         if words[:2] == ["python", "-m"]:
             assert importlib.util.find_spec(words[2]), place
-        assert words[0] in ("make", "fedloom", "python", "source", "export", "ray"), place
+        assert words[0] in ("make", "fedloom", "python", "source", "export", "ray", "docker"), place
 
 
 # -- what is listed ---------------------------------------------------------------------------------------------------

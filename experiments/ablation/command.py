@@ -4,17 +4,22 @@ import logging
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ray.exceptions import RayError
 from rich.table import Table
 
+from fedloom.experiments.ablation.in_process import is_serial, run_in_process
 from fedloom.experiments.ablation.launch import AblationEnd, resume_ablation, retry_failed, start_ablation
+from fedloom.experiments.ablation.running import ResultsPlace, kind_of
 from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import Ablation
-from fedloom.experiments.store.trials import FAILED, counted
+from fedloom.experiments.store.trials import FAILED, counted, trial_states
 from fedloom.experiments.terminal import INFRASTRUCTURE, OK, complain, console, of_run_end, where, write_json
+from fedloom.experiments.terminal.live import is_live
+from fedloom.platform.federation.loop import RunFailedError
+from fedloom.platform.results.copies import check_results
 from fedloom.platform.results.store import is_remote
 
 
@@ -26,10 +31,10 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     stored = args.resume if args.resume is not None else args.retry_failed
     configured = str(ablation.trials[0].config["results"])
     results = args.results if stored is not None else configured if is_remote(configured) else Path(configured)
-    view = TerminalView(quiet=args.json)
-    view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
     try:
-        with _repeated_warnings_once():
+        with TerminalView(quiet=args.json) as view, _repeated_warnings_once():
+            view.doing("checking the trials, then starting Ray")
+            view.console.print(f"ablation {ablation.ablation_id}: looking at {len(ablation.trials)} trials")
             if stored is None:
                 end = start_ablation(ablation, results, view)
             else:
@@ -39,8 +44,6 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
         cause = " ".join(str(error).split())[:600]
         complain(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}")
         return INFRASTRUCTURE
-    finally:
-        view.close()
     _show_end(end, results, args.json)
     return of_run_end(end.kind)
 
@@ -97,19 +100,45 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
         ]  # fmt: skip
         write_json({"ablation_id": end.ablation_id, "status": end.kind, "counts": dict(counts), "trials": trials})
         return
-    said = counted(end.states)
-    here = where(results)
     if end.kind == "done":
-        report = f"fedloom report {end.ablation_id}{here}"
-        console().print(f"finished: {end.ablation_id} ({said}); tables, figures and page: {report}")
+        report, said = f"fedloom report {end.ablation_id}{where(results)}", counted(end.states)
+        if is_live(console()):
+            console().print(f"finished: {said}; tables, figures and page:\n  {report}")  # in one piece, to be copied
+        else:
+            console().print(f"finished: {end.ablation_id} ({said}); tables, figures and page: {report}")
         return
+    for line in complaints(end, results):
+        complain(line)
+
+
+def complaints(end: AblationEnd, results: str | Path) -> list[str]:
+    """The lines about an ablation that is not done: its first failed trials, and what continues it."""
     bad = [s for s in end.states if s.state in FAILED]
-    for s in bad[:MOST_FAILED]:
-        complain(f"trial {s.trial.index} ({s.trial.label()}) {s.state}: {s.message}")
+    lines = [f"trial {s.trial.index} ({s.trial.label()}) {s.state}: {s.message}" for s in bad[:MOST_FAILED]]
     if len(bad) > MOST_FAILED:
-        complain(f"and {len(bad) - MOST_FAILED} more")
+        lines.append(f"and {len(bad) - MOST_FAILED} more")
     again = _what_to_do(end.ablation_id, results, end.kind)
-    complain(f"ablation {WORDS.get(end.kind, end.kind)} ({said}); {again}")
+    return [*lines, f"ablation {WORDS.get(end.kind, end.kind)} ({counted(end.states)}); {again}"]
+
+
+def run_here(ablation: Ablation, results: str, *, quiet: bool) -> AblationEnd:
+    """Runs a new ablation for a caller in Python: without actors in this process, otherwise on Ray; shows its trials.
+
+    Raises ValueError as `start_ablation` does, and RunFailedError if the cluster is lost.
+    """
+    try:
+        with TerminalView(quiet) as view, _repeated_warnings_once():
+            view.doing("checking the trials")
+            if not is_serial(ablation) or ablation.scheduler["kind"] != "none":
+                return start_ablation(ablation, results, view)
+            place = ResultsPlace(results, check_results(results))
+            with suppress(KeyboardInterrupt):
+                run_in_process(ablation, place, view, is_new=True)
+            states = tuple(trial_states(place.root, ablation))
+            return AblationEnd(ablation.ablation_id, kind_of(states), states)
+    except RayError as error:
+        cause = " ".join(str(error).split())[:600]
+        raise RunFailedError(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}") from error
 
 
 MOST_FAILED = 10

@@ -14,13 +14,13 @@ from fedloom.experiments.analysis.ablation import (
     marginal,
     references,
 )
+from fedloom.experiments.analysis.architectures import decoded, decoder
 from fedloom.experiments.analysis.clients import confusions, failures, fairness, paragraphs, per_class
 from fedloom.experiments.analysis.compare import compare
 from fedloom.experiments.analysis.importances import importances
 from fedloom.experiments.analysis.outcomes import MEASURES, OUTCOMES, outcomes, per_model, summary
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
 from fedloom.experiments.analysis.settings import Estimate, estimate
-from fedloom.experiments.analysis.subnets import decoded
 from fedloom.experiments.analysis.tables import ALL_TABLES, Tables, load, with_training
 from fedloom.experiments.analysis.targets import first_reached, to_target
 from fedloom.experiments.analysis.tiers import hypervolume, pareto, per_tier, with_perplexity
@@ -40,6 +40,7 @@ __all__ = [
     "confusions",
     "convergence",
     "decoded",
+    "decoder",
     "estimate",
     "failures",
     "fairness",

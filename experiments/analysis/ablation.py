@@ -11,7 +11,7 @@ import pandas as pd
 
 from fedloom.experiments.analysis.compare import Difference, difference, measured_by
 from fedloom.experiments.analysis.outcomes import MODEL_KEY, by_model
-from fedloom.experiments.analysis.settings import by_seed, estimate
+from fedloom.experiments.analysis.settings import SEEDS, by_seed, estimate
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, Tables, load_paths, with_training
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, short
 from fedloom.platform.results.copies import fetch
@@ -134,6 +134,22 @@ def marginal(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = 
     """
     _check_axis(ablation, axis)
     return by_setting(holding(frame, held(ablation, axis)), measure, [axis])
+
+
+def differences(
+    frame: pd.DataFrame, ablation: Ablation, axis: str, by: Sequence[str], measure: str = METRIC
+) -> pd.DataFrame:
+    """What the values of an axis make of a measure, less what its reference does, per combination of the axes `by`.
+
+    One row per value but the reference and combination, with the columns of `over_seeds`: pairs have one seed, so that
+    the interval is that of the paired t test. Models, tiers and subnets of a run count with their mean.
+    """
+    key = [*by, SEEDS]
+    means = frame.groupby([axis, *key], observed=True)[measure].mean().reset_index()
+    is_reference = means[axis] == references(ablation)[axis]
+    pairs = means[~is_reference].merge(means[is_reference].drop(columns=axis), on=key, suffixes=("", "_of_reference"))
+    pairs[measure] -= pairs[f"{measure}_of_reference"]
+    return over_seeds(pairs, measure, [axis, *by])
 
 
 def _check_axis(ablation: Ablation, axis: str) -> None:

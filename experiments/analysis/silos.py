@@ -164,17 +164,6 @@ def undecided_silos(tables: Tables, run_id: str) -> list[int]:
     return [int(c) for c in rows.loc[~decided, "client_id"]]
 
 
-def in_short(architecture: str) -> str:
-    """Short text of DARTS cells: an option per edge, "." for a pruned edge, {01} for an undecided edge.
-
-    The normal cell comes first.
-    """
-    pieces = architecture.split("/")
-    marks = [p or "." if "," not in p else "{" + p.replace(",", "") + "}" for p in pieces]
-    half = len(marks) // 2
-    return " ".join(("".join(marks[:half]), "".join(marks[half:])))
-
-
 def curves(tables: Tables) -> pd.DataFrame:
     """Loss and accuracy of the silos' own models over the finished rounds of all training stages.
 

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import accumulate, groupby, product
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from fedloom.experiments.analysis.architectures import space_of
 from fedloom.experiments.analysis.rounds import communication
 from fedloom.experiments.analysis.settings import SEEDS, Estimate, Setting, estimate_by_seed, flat, settings_of
 from fedloom.experiments.analysis.tables import (
@@ -20,7 +21,6 @@ from fedloom.experiments.analysis.tables import (
 )
 
 if TYPE_CHECKING:
-    from fedloom.platform.spaces.base import SearchSpace
     from fedloom.platform.spaces.elastic import ElasticSpace
 
 
@@ -55,44 +55,6 @@ def labels_of(tables: Tables) -> Labels:
 
     spaces = {run_id: space_of(configuration(tables, run_id)) for run_id in runs}
     return Labels({run_id: space for run_id, space in spaces.items() if isinstance(space, ElasticSpace)})
-
-
-def decoded(tables: Tables, run_id: str, architecture: str) -> str:
-    """What an architecture such as "8-8-2" is: its label, or the operators in order, such as "2× conv(3), identity".
-
-    The id itself if the space has no names for its options, is the user's own (reading results runs no code that they
-    name), or is not known to this version.
-    """
-    from fedloom.platform.plugins import is_import_path
-
-    config = configuration(tables, run_id)
-    if is_import_path(str(config.get("space", {}).get("name", ""))):
-        return architecture
-    space = space_of(config)
-    if space is None:
-        return architecture
-    try:
-        options = space.parse(architecture)
-    except ValueError:
-        return architecture  # written with another version of the space
-    operators = [(name, len([*same])) for name, same in groupby(space.meaning(options).get("operators", ()))]
-    named = ", ".join(name if count == 1 else f"{count}× {name}" for name, count in operators)
-    return named or space.label(options)
-
-
-def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
-    """The space of a stored configuration; None if it has none or one that this version cannot build."""
-    # Imported here, because torch takes seconds to load and other reports do not need it.
-    from fedloom.platform.spaces.registry import build_space
-    from fedloom.platform.spaces.space_config import SpaceConfig, stored_space
-
-    stored = config.get("space")
-    if stored is None or not set(stored) <= {f.name for f in fields(SpaceConfig)}:
-        return None
-    try:
-        return build_space(stored_space(stored))
-    except ValueError:
-        return None
 
 
 SUPERNET, SEARCHED = "supernet", "searched"

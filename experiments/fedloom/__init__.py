@@ -1,4 +1,4 @@
-"""fedloom from Python: `import fedloom as fl`, then `fl.run`, `fl.start`, `fl.load` and `fl.compare`, as in the README.
+"""fedloom from Python: `import fedloom as fl`, then `fl.run`, `fl.ablate`, `fl.load` and so on, as in the README.
 
 This file is the package `fedloom` itself, which the other folders lie in. Nothing slow is imported before it is used.
 """
@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedloom.experiments.python import Run, RunFailedError, StartedRun, compare, load, run, start
+    from fedloom.experiments.python import (
+        Ablation,
+        Progress,
+        Run,
+        RunFailedError,
+        StartedRun,
+        ablate,
+        compare,
+        load,
+        run,
+        start,
+    )
 
-__all__ = ["Run", "RunFailedError", "StartedRun", "compare", "load", "run", "start"]
+__all__ = ["Ablation", "Progress", "Run", "RunFailedError", "StartedRun", "ablate", "compare", "load", "run", "start"]
 
 if not (Path(__file__).parent / "platform").is_dir():
     # An editable install takes this file from the checkout's experiments/fedloom/; the other folders lie at its root.

@@ -21,6 +21,7 @@ from fedloom.experiments.analysis.ablation import (
     against_reference,
     axis_value,
     by_setting,
+    differences,
     held,
     holding,
     is_grid,
@@ -35,9 +36,20 @@ from fedloom.experiments.analysis.rounds import convergence, megabytes, simulate
 from fedloom.experiments.analysis.settings import FEWEST, SEEDS, Estimate, is_absent, spread
 from fedloom.experiments.analysis.subnets import labels_of
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, SEARCH, Tables, natural, real_rounds, shown_models
+from fedloom.experiments.report.axes import (
+    Series,
+    axis_looks,
+    draw_series,
+    mark,
+    names_width_in,
+    panel_height_in,
+    scale_of,
+    value_text,
+)
 from fedloom.experiments.report.clients import failures_block
 from fedloom.experiments.report.content import REFRESH_S, Block, Content, Picture, RunFacts, rich_block
 from fedloom.experiments.report.drawing import (
+    BLUE,
     COUNTS,
     DASHED,
     INK,
@@ -50,10 +62,10 @@ from fedloom.experiments.report.drawing import (
     legend_line,
     legend_patch,
     logarithmic,
-    looks,
     model_colours,
     new_figure,
     quiet,
+    same_limits,
     whole_numbers,
     with_bars,
 )
@@ -88,7 +100,7 @@ from fedloom.platform.results.store import output_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -121,7 +133,7 @@ class Study:
 
     def title(self, *axes: str) -> str:
         """The varied axes, and below them the fixed values of the others."""
-        fixed = ", ".join(f"{axis}={short(value)}" for axis, value in held(self.ablation, *axes).items())
+        fixed = ", ".join(f"{axis}={value_text(value)}" for axis, value in held(self.ablation, *axes).items())
         return "\n".join([", ".join(axes), *([fill(f"at {fixed}", 44)] if fixed else [])])
 
 
@@ -243,22 +255,19 @@ def axis_block(study: Study, axis: str) -> Block:
 
 # -- figures ---------------------------------------------------------------------------------------------------------
 
-_DECADE = 10.0
-"""Ratio of an axis' largest to its smallest positive value from which its scale is logarithmic."""
-
 _PANEL_IN, _MOST_COLUMNS = 4.1, 3
 
-_MOST_TICKS = 5
-"""Maximum number of numeric values with a tick each; for more values matplotlib chooses the ticks."""
+_MOST_ROWS = 8
+"""Maximum number of values of a second axis that have a row of panels each."""
 
 
 def _line_handles(values: Sequence[Any]) -> list[Line2D]:
-    drawn = looks(values).items()
-    return [legend_line(color=c, marker=m, markersize=5, label=short(value)) for value, (c, m) in drawn]
+    drawn = axis_looks(values).items()
+    return [legend_line(color=c, marker=m, markersize=5, label=value_text(value)) for value, (c, m) in drawn]
 
 
 def _bar_handles(values: Sequence[Any]) -> list[Patch]:
-    return [legend_patch(color=colour, label=short(value)) for value, (colour, _) in looks(values).items()]
+    return [legend_patch(color=colour, label=value_text(value)) for value, (colour, _) in axis_looks(values).items()]
 
 
 def values_legend(axes: Axes, title: str, handles: Sequence[Line2D | Patch]) -> None:
@@ -275,20 +284,16 @@ def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, grid_of(figure, count, columns)
 
 
-def _limit(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
-    """Sets one range for all panels and cuts long intervals, since those of few seeds may exceed all differences."""
-    seeds = 100 * pd.concat([r["values"] for r in rows]).explode().astype(float)
-    halves = 100 * pd.concat([r["half_width"] for r in rows]).fillna(0.0)
-    low, high = float(seeds.min()), float(seeds.max())
-    spread = max(high - low, 1.0)
-    pad = min(float(halves.max()), spread) + 0.1 * spread
-    for axes in panels:
-        axes.set_ylim(max(low - pad, -1.0), min(high + pad, 101.0))
-
-
-def _points(axes: Axes, x: pd.Series[float], rows: pd.DataFrame, colour: str, marker: str) -> None:
-    with_bars(axes, x, rows, colour, alpha=0.55, zorder=2)
-    axes.plot(x, 100 * rows["mean"], color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
+def _limit(panels: Mapping[Axes, bool], rows: Sequence[pd.DataFrame], *, of_shares: bool = True) -> None:
+    """Gives all panels one range of the measure, which holds all intervals; of lying panels it is that of x."""
+    whole = pd.concat(list(rows))
+    means, halves = whole["mean"].astype(float), whole["half_width"].fillna(0.0)
+    seeds = whole["values"].explode().astype(float)
+    low, high = min((means - halves).min(), seeds.min()), max((means + halves).max(), seeds.max())
+    low, high = (max(low, 0.0), min(high, 1.0)) if of_shares else (min(low, 0.0), max(high, 0.0))
+    pad = 0.06 * max(high - low, 0.01)
+    for axes, is_lying in panels.items():
+        (axes.set_xlim if is_lying else axes.set_ylim)(100 * (low - pad), 100 * (high + pad))
 
 
 def _beside(x: pd.Series[float], line: int, lines: int, width: float | None) -> pd.Series[float]:
@@ -322,49 +327,89 @@ def macs_figure(study: Study) -> Figure | None:
     for i, (axes, (axis, rows)) in enumerate(zip(panels, rows_of.items(), strict=True)):
         values = study.values(axis)
         width = None if is_logarithmic else float(rows["macs"].max() - rows["macs"].min()) or 1.0
-        for j, (value, (colour, marker)) in enumerate(looks(values).items()):
+        for j, (value, (colour, marker)) in enumerate(axis_looks(values).items()):
             line = rows[rows[axis] == value].sort_values("macs")
-            _points(axes, _beside(line["macs"], j, len(values), width) / scale, line, colour, marker)
+            x = _beside(line["macs"], j, len(values), width) / scale
+            with_bars(axes, x, line, colour, alpha=0.55, zorder=2)
+            style: dict[str, Any] = {"markersize": 5, "linewidth": 1.7, "label": f"{axis}={value_text(value)}"}
+            axes.plot(x, 100 * line["mean"], color=colour, marker=marker, zorder=3, **style)
         if is_logarithmic:
             axes.set_xscale("log")
         values_legend(axes, axis, _line_handles(values))
         label = "" if i % _MOST_COLUMNS else "test accuracy (%)"
         quiet(axes, title=study.title(axis), xlabel=f"MACs of one forward pass{COUNTS[prefix]}", ylabel=label)
-    _limit(panels, list(rows_of.values()))
+    _limit(dict.fromkeys(panels, False), list(rows_of.values()))
     return figure
+
+
+def companions(study: Study, axis: str) -> list[str]:
+    """The axes that a grid crosses an axis with, those of numbers first, along which effects can be followed."""
+    others = [name for name in study.axes if name != axis and len(study.values(name)) > 1]
+    if not is_grid(study.ablation):
+        return []
+    return sorted(others, key=lambda name: not scale_of(study.values(name)).is_ordered)
 
 
 def metric_figure(study: Study) -> Figure | None:
-    """Mean test accuracy against the values of each axis, a line per model; None if no model was evaluated.
+    """Mean test accuracy against the values of each axis, a panel each; None if no model was evaluated.
 
-    Tiers and subnets are averaged per seed; bars are 95 % intervals over seeds. The dotted line is the reference.
+    Lines or colours are the values of the axis that it is crossed with, and the models are the final ones; of a single
+    axis they are the models. Tiers and subnets are averaged per seed; bars are 95 % intervals over seeds. The dotted
+    line is the reference.
     """
     known, ablation = study.evaluated(), study.ablation
-    averaged = {a: over_seeds(holding(known, held(ablation, a)), METRIC, [a, "model"]) for a in study.axes}
-    rows_of = {axis: rows for axis, rows in averaged.items() if len(rows)}
-    if not rows_of:
+    models, final = shown_models([str(model) for model in known["model"]]), final_model(known)
+    of_models = dict(zip(models, zip(model_colours(models).values(), cycle(MARKERS), strict=False), strict=False))
+    panels = []
+    for axis in study.axes:
+        crossed = next(iter(companions(study, axis)), None)
+        by = [axis, crossed or "model"]
+        chosen = known if crossed is None else known[known["model"] == final]
+        rows = over_seeds(holding(chosen, held(ablation, *by)), METRIC, by)
+        if len(rows):
+            panels.append((axis, crossed, rows))
+    if not panels:
         return None
-    models = shown_models([str(model) for rows in rows_of.values() for model in rows["model"]])
-    colours, markers = model_colours(models), dict(zip(models, cycle(MARKERS), strict=False))
-    figure, panels = _grid(len(rows_of), 4.2)
-    for i, (axes, (axis, rows)) in enumerate(zip(panels, rows_of.items(), strict=True)):
-        positions = _scale(axes, study.values(axis))
-        for model in models:
-            line = rows[rows["model"] == model]
-            _points(axes, pd.Series([positions[v] for v in line[axis]]), line, colours[model], markers[model])
+    figure, parts = _parts([(study.values(axis), _lines_of(study, crossed)) for axis, crossed, _ in panels])
+    drawn = {}
+    for part, (axis, crossed, rows) in zip(parts, panels, strict=True):
+        axes, values = part.subplots(), study.values(axis)
+        looks_of = axis_looks(study.values(crossed)) if crossed else of_models
+        series = [
+            Series(
+                model_name(value) if crossed is None else f"{crossed}={value_text(value)}",
+                rows[rows[crossed or "model"] == value],
+                *look,
+            )
+            for value, look in looks_of.items()
+        ]
+        draw_series(axes, axis, values, series, "mean test accuracy (%)")
+        heading(axes, study.title(axis, *([crossed] if crossed else [])))
         if is_grid(ablation):
-            reference = positions[references(ablation)[axis]]
-            axes.axvline(reference, color="#9A9A9A", linewidth=0.9, linestyle=":", zorder=1)
-        label = "" if i % _MOST_COLUMNS else "mean test accuracy (%)"
-        quiet(axes, title=study.title(axis), xlabel=axis, ylabel=label)
-        axes.grid(False, axis="x")
-        if not isinstance(next(iter(positions)), int | float) and max(map(len, positions)) > 30 // len(positions):
-            for tick_label in axes.get_xticklabels():
-                tick_label.set(rotation=25, horizontalalignment="right", rotation_mode="anchor")
-    _limit(panels, list(rows_of.values()))
-    handles = [legend_line(color=colours[m], marker=markers[m], markersize=5, label=model_name(m)) for m in models]
-    legend_below(figure, handles, 4)
+            mark(axes, values, references(ablation)[axis])
+        drawn[axes] = not scale_of(values).is_ordered
+        if crossed:
+            legend_below(part, _line_handles(study.values(crossed)), 6, crossed)
+        elif len(models) > 1:
+            names = {model_name(model): look for model, look in of_models.items()}
+            handles = [legend_line(color=c, marker=m, markersize=5, label=name) for name, (c, m) in names.items()]
+            legend_below(part, handles, 4, "model")
+    _limit(drawn, [rows for _, _, rows in panels])
     return figure
+
+
+def _lines_of(study: Study, axis: str | None) -> int:
+    return len(study.values(axis)) if axis else 1
+
+
+def _parts(panels: Sequence[tuple[Sequence[Any], int]]) -> tuple[Figure, list[SubFigure]]:
+    """A figure with a part for each panel of `draw_series`: its values, and its number of lines."""
+    columns = min(len(panels), _MOST_COLUMNS)
+    lines = -(-len(panels) // columns)
+    width = _PANEL_IN + max(names_width_in(values) for values, _ in panels)
+    height = 0.4 + max(panel_height_in(values, count) for values, count in panels)
+    figure = new_figure((0.4 + width * max(columns, 1.3), lines * height))
+    return figure, list(figure.subfigures(lines, columns, squeeze=False).ravel())[: len(panels)]
 
 
 def crossed_figure(study: Study) -> Figure | None:
@@ -372,49 +417,78 @@ def crossed_figure(study: Study) -> Figure | None:
 
     Further axes are at their references. None if no final model was evaluated.
     """
-    known, (first, second, *others) = study.evaluated(), [*study.axes, study.axes[0]][: max(2, len(study.axes))]
-    third = others[0] if others else None
-    axis_names = list(dict.fromkeys([first, second, *([third] if third else [])]))
+    if len(study.axes) == 1:
+        return metric_figure(study)
+    (first, second, *others), known = study.axes, study.evaluated()
+    axis_names = [first, second, *others[:1]]
     known = holding(known[known["model"] == final_model(known)], held(study.ablation, *axis_names))
     rows = over_seeds(known, METRIC, axis_names)
+    return _crossed(study, rows, axis_names, study.values(second), "mean test accuracy (%)")
+
+
+def differences_figure(study: Study, axis: str) -> Figure | None:
+    """What the values of an axis change against its reference, in pairs of one seed, along what it is crossed with.
+
+    The axis of numbers, or the first, that it is crossed with is drawn along; the next one has a panel per value, and
+    further ones are at their references. None without pairs of two seeds: then accuracies say as much.
+    """
+    along, *others = companions(study, axis) or [axis]
+    axis_names = [along, axis, *others[:1]]
+    known = study.evaluated()
+    known = holding(known[known["model"] == final_model(known)], held(study.ablation, *axis_names))
+    by = [name for name in axis_names if name != axis]
+    rows = differences(known, study.ablation, axis, by) if len(known) else known.assign(n=0)
+    if not (rows["n"] > 1).any():
+        return None
+    reference = references(study.ablation)[axis]
+    lines = [value for value in study.values(axis) if value != reference]
+    measure = f"difference to {axis}={value_text(reference)}\n(percentage points)"
+    return _crossed(study, rows, axis_names, lines, measure, of_shares=False)
+
+
+def _crossed(
+    study: Study,
+    rows: pd.DataFrame,
+    axis_names: Sequence[str],
+    lines: Sequence[Any],
+    measure: str,
+    *,
+    of_shares: bool = True,
+) -> Figure | None:
+    """Panels of lines: `axis_names` are what is drawn along, whose values are the `lines`, and that of the panels.
+
+    A single axis is drawn along its own values, in one colour.
+    """
     if rows.empty:
         return None
+    along, second = axis_names[:2]
+    third = axis_names[2] if len(axis_names) > 2 else None
+    values = [value for value in study.values(along) if along != second or value in lines]
     panel_values = study.values(third) if third else [None]
-    figure, panels = _grid(len(panel_values), 4.2)
-    for i, (axes, panel) in enumerate(zip(panels, panel_values, strict=True)):
-        positions = _scale(axes, study.values(first))
+    colours = {value: look for value, look in axis_looks(study.values(second)).items() if value in lines}
+    if along == second:
+        colours = {None: (BLUE, MARKERS[0])}
+    figure, parts = _parts([(values, len(colours))] * len(panel_values))
+    drawn = {}
+    for part, panel in zip(parts, panel_values, strict=True):
+        axes = part.subplots()
         shown = rows if third is None else rows[rows[third] == panel]
-        width = max(positions.values()) - min(positions.values()) if axes.get_xscale() == "linear" else None
-        lines = looks(study.values(second)).items()
-        for j, (value, (colour, marker)) in enumerate(lines):
-            line = shown[shown[second] == value]
-            x = pd.Series([positions[v] for v in line[first]], dtype=float)
-            _points(axes, _beside(x, j, len(lines), width), line, colour, marker)
-        title = study.title(*axis_names) if third is None else f"{third}: {short(panel)}"
-        quiet(axes, title=title, xlabel=first, ylabel="" if i % _MOST_COLUMNS else "mean test accuracy (%)")
-    _limit(panels, [rows])
-    legend_below(figure, _line_handles(study.values(second)), 6, second)
+        series = [
+            Series("", shown, *look)
+            if value is None
+            else Series(f"{second}={value_text(value)}", shown[shown[second] == value], *look)
+            for value, look in colours.items()
+        ]
+        draw_series(axes, along, values, series, measure, of_shares=of_shares)
+        heading(axes, study.title(*dict.fromkeys(axis_names[:2])) if third is None else f"{third}={value_text(panel)}")
+        is_lying = drawn[axes] = not scale_of(values).is_ordered
+        if not of_shares:
+            (axes.axvline if is_lying else axes.axhline)(0, color=INK, linewidth=0.9, zorder=1)
+    _limit(drawn, [rows], of_shares=of_shares)
+    if along != second:
+        handles = [legend_line(color=c, marker=m, markersize=5, label=value_text(v)) for v, (c, m) in colours.items()]
+        legend_below(figure, handles, 6, second)
     return figure
-
-
-def _scale(axes: Axes, values: Sequence[Any]) -> dict[Any, float]:
-    """Positions of the values: numbers to scale, logarithmic if they span a decade; names at equal distances."""
-    numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) < len(values) or len(values) < 2:
-        positions = {value: float(i) for i, value in enumerate(values)}
-        axes.set_xlim(-0.4, len(values) - 0.6)
-    else:
-        positions = dict(zip(values, numbers, strict=True))
-        positive = [n for n in numbers if n > 0]
-        if min(numbers) >= 0 and positive and max(positive) >= _DECADE * min(positive):
-            if min(numbers) == 0:
-                axes.set_xscale("symlog", linthresh=min(positive))  # 0 is one decade below the smallest positive value
-            else:
-                axes.set_xscale("log")
-    if len(values) <= _MOST_TICKS or len(numbers) < len(values):
-        axes.set_xticks(list(positions.values()), [short(value) for value in positions], minor=False)
-        axes.minorticks_off()
-    return positions
 
 
 def tiers_figure(study: Study) -> Figure | None:
@@ -448,10 +522,10 @@ def _bars(axes: Axes, rows: pd.DataFrame, axis: str, study: Study) -> None:
         groups.sort(key=natural)
     values = study.values(axis)
     width = 0.8 / len(values)
-    for i, (value, (colour, _)) in enumerate(looks(values).items()):
+    for i, (value, (colour, _)) in enumerate(axis_looks(values).items()):
         shown = rows[rows[axis] == value]
         at = np.array([groups.index(group) for group in shown["group"]]) + (i - (len(values) - 1) / 2) * width
-        axes.bar(at, 100 * shown["mean"], 0.9 * width, color=colour)
+        axes.bar(at, 100 * shown["mean"], 0.9 * width, color=colour, label=f"{axis}={value_text(value)}")
         with_bars(axes, at, shown, INK, zorder=3)
     axes.set_xticks(range(len(groups)), groups)
     if max((len(name) for name in groups), default=0) > 36 // max(len(groups), 1):
@@ -486,7 +560,7 @@ def stages_figure(study: Study) -> Figure | None:
         upper, lower = grid[0][i], grid[1][i]
         _scatter(upper, scored[scored[first] == value], second, study.values(second))
         quiet(upper, xlabel="steps", ylabel="" if i else "validation accuracy (%)")
-        heading(upper, f"{first}={short(value)}", pad=18)  # leaves room for the names of the phases
+        heading(upper, f"{first}={value_text(value)}", pad=18)  # leaves room for the names of the phases
         _bars(lower, tested[tested[first] == value], second, study)
         label = "" if i else f"test accuracy, {model_name(final_model(known)) or 'none yet'} (%)"
         quiet(lower, ylabel=label)
@@ -499,7 +573,7 @@ def stages_figure(study: Study) -> Figure | None:
 def _scatter(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> None:
     # Shuffled deterministically by multiples of the golden ratio, so that no value's dots cover all others.
     mixed = rows.iloc[np.argsort(np.arange(len(rows)) * 0.618034 % 1.0, kind="stable")]
-    colours = {value: colour for value, (colour, _) in looks(values).items()}
+    colours = {value: colour for value, (colour, _) in axis_looks(values).items()}
     dots: dict[str, Any] = {"s": 7, "alpha": 0.3, "linewidths": 0, "rasterized": True}
     axes.scatter(mixed["step"], 100 * mixed["accuracy"], c=[colours[v] for v in mixed[axis]], **dots)
     training = rows[rows["phase"] != SEARCH]
@@ -542,43 +616,54 @@ def bytes_figure(study: Study) -> Figure | None:
 
 
 def _by_stage(study: Study, known: pd.DataFrame, x: str, xlabel: str) -> Figure | None:
-    first = study.axes[0]
-    values = study.values(first)
-    runs = holding(study.frame, held(study.ablation, first))[["run_id", SEEDS, first]].drop_duplicates()
+    """A panel per stage, a line per value of the first axis, and a row of panels per value of the second of a grid."""
+    first, *others = study.axes
+    second = others[0] if others and is_grid(study.ablation) and len(study.values(others[0])) <= _MOST_ROWS else None
+    values, axis_names = study.values(first), [first, *([second] if second else [])]
+    runs = holding(study.frame, held(study.ablation, *axis_names))[["run_id", SEEDS, *axis_names]].drop_duplicates()
     rows = known.dropna(subset=["metric"]).merge(runs, on="run_id")
     kinds = sorted(dict.fromkeys(rows["kind"]), key=lambda k: KINDS.index(k) if k in KINDS else len(KINDS))
     if not kinds:
         return None
-    figure = new_figure((1.2 + 4.2 * max(len(kinds), 1.5), 4.6))
-    for i, (axes, kind) in enumerate(zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True)):
-        _curves(axes, rows[rows["kind"] == kind], first, values, x)
-        quiet(axes, title=stage_name(kind), xlabel=xlabel, ylabel="" if i else "accuracy (%)")
+    panels = [(level, kind) for level in (study.values(second) if second else [None]) for kind in kinds]
+    columns = len(kinds) if len(kinds) > 1 else min(len(panels), _MOST_COLUMNS)
+    lines = -(-len(panels) // columns)
+    figure = new_figure((1.2 + 4.2 * max(columns, 1.5), 0.8 + (3.8 if lines == 1 else 2.7) * lines))
+    drawn = grid_of(figure, len(panels), columns)
+    for i, (axes, (level, kind)) in enumerate(zip(drawn, panels, strict=True)):
+        shown = rows[rows["kind"] == kind] if level is None else rows[(rows["kind"] == kind) & (rows[second] == level)]
+        _curves(axes, shown, first, values, x)
+        title = stage_name(kind) if level is None else f"{stage_name(kind)}, {second}={value_text(level)}"
+        is_lowest = i + columns >= len(panels)
+        quiet(axes, title=title, xlabel=xlabel if is_lowest else "", ylabel="" if i % columns else "accuracy (%)")
         if x == "rounds_done":
             whole_numbers(axes)
-    legend_below(figure, _line_handles(values), 6, study.title(first).replace("\n", " "))
+    same_limits(drawn, y=True)
+    for j in range(columns):
+        same_limits(drawn[j::columns], x=True)
+    legend_below(figure, _line_handles(values), 6, " ".join([first, *study.title(*axis_names).split("\n")[1:]]))
     return figure
 
 
 def _curves(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any], x_name: str) -> None:
     validated = rows[rows["series"] == "validation"]
     shown, style = (validated, "-") if len(validated) else (rows, DASHED)
-    for value, (colour, marker) in looks(values).items():
+    for value, (colour, marker) in axis_looks(values).items():
         line = shown[shown[axis] == value]
         over = 100 * spread(line, ["rounds_done"], "metric")
         x = line.groupby("rounds_done")[x_name].mean().reindex(over.index).to_numpy(dtype=float)
         mean, low, high = (over[name].to_numpy(dtype=float) for name in ("mean", "min", "max"))
         marks: dict[str, Any] = {"marker": marker, "markersize": 4.5, "markevery": max(1, len(x) // 10)}
-        axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.6, **marks)
+        axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.6, label=f"{axis}={value_text(value)}", **marks)
         axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
     if shown["rounds_done"].nunique() == 1:
         axes.set_xlim(left=0)  # around a single point matplotlib would draw ticks at fractions of a round
 
 
-_BARS = f"{BARS} Whatever would leave the panel is cut off."
 DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
     "macs_by_axis": (
         "Test accuracy against MACs, per axis",
-        f"Each point is a subnet of the family, cut from the trained supernet, or a tier's final model. {_BARS}",
+        f"Each point is a subnet of the family, cut from the trained supernet, or a tier's final model. {BARS}",
         macs_figure,
     ),
     "stages_by_axis": (
@@ -586,22 +671,23 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
         "Above: dots are paths of the supernet in training (a step is one client's local training; the line is their "
         "mean), then the candidates of the search in the order of their scoring (a step is one candidate), all on the "
         "server's validation data. Below: the test accuracy of each tier; the axis need not begin at 0. "
-        f"{_BARS}",
+        f"{BARS}",
         stages_figure,
     ),
     "tiers_by_axis": (
         "Test accuracy per tier",
-        f"A bar per value; the axis need not begin at 0. {_BARS}",
+        f"A bar per value; the axis need not begin at 0. {BARS}",
         tiers_figure,
     ),
     "metric_by_axis": (
         "Test accuracy along each axis",
-        f"Means over tiers and subnets. The dotted line is the reference. {_BARS}",
+        "Means over tiers and subnets, a colour per value of the axis that is crossed with it. Lines join numbers; "
+        f"names have no order. The dotted line is the reference. {BARS}",
         metric_figure,
     ),
     "metric_by_axes": (
         "Test accuracy along the first axis",
-        "A line per value of the second axis, a panel per value of the third, means over tiers and subnets. " + _BARS,
+        "A line per value of the second axis, a panel per value of the third, means over tiers and subnets. " + BARS,
         crossed_figure,
     ),
     "time_by_axis": (
@@ -616,7 +702,7 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
         "sent since the stage began; means over seeds, bands from the minimum to the maximum over seeds.",
         bytes_figure,
     ),
-    "fronts": (*FRONTS, lambda study: outcomes_figure(outcome_groups(study.ablation, study.tables))),
+    "fronts": (*FRONTS, lambda study: outcomes_figure(outcome_groups(study.ablation, study.tables), tuple(study.axes))),
     "convergence": (
         "Convergence",
         "Accuracy on the server's validation data against finished rounds, mean over seeds; bands from the minimum to "
@@ -627,20 +713,48 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
 """The figures by name: title, caption, and the function that draws them."""
 
 
+DIFFERENCES = (
+    "Test accuracy less that of the reference, of the final models in pairs of one seed: means over tiers and subnets, "
+    "a colour per value, along the axis that it is crossed with. On the zero line a value makes no difference. Bars "
+    "are 95 % intervals (Student's t) of the paired differences over seeds; of two seeds each difference is a dash."
+)
+
+
 def ablation_pictures(study: Study) -> Iterator[Picture]:
     """The figures that the ablation names and that this version knows, then that of convergence."""
-    ablation, held_text = study.ablation, ""
-    if len(ablation.axes) > 1 and not is_grid(ablation):
-        held_text = " The other axes vary with what is shown: the points are those of a search."
-    elif len(ablation.axes) > 1:
-        assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
-        first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not on the axis)"
-        held_text = f" Axes that are not shown are at their references{first if assumed else ''}."
-    for name in dict.fromkeys([*(n for n in ablation.figures if n in FIGURES), "convergence"]):
+    ablation = study.ablation
+    for name in (n for n in dict.fromkeys(ablation.figures) if n in FIGURES):
         title, caption, draw = DRAWN[name]
         figure = draw(study)
         if figure is not None:
-            yield Picture(name, title, f"{caption}{held_text}", figure)
+            yield Picture(name, title, f"{caption}{_held_text(ablation, _AXES_SHOWN.get(name, 1))}", figure)
+    for i, axis in enumerate(ablation.axes):
+        figure = differences_figure(study, axis) if is_grid(ablation) and len(study.values(axis)) > 1 else None
+        if figure is not None:
+            title = f"What {axis} changes"
+            yield Picture(f"differences-{i + 1}", title, f"{DIFFERENCES}{_held_text(ablation, 3)}", figure)
+    figure = rounds_figure(study)
+    if figure is not None:
+        title, caption, _ = DRAWN["convergence"]
+        yield Picture("convergence", title, f"{caption}{_held_text(ablation, 2)}", figure)
+
+
+_AXES_SHOWN = {
+    "metric_by_axes": 3,
+    **dict.fromkeys(("stages_by_axis", "metric_by_axis", "time_by_axis", "bytes_by_axis"), 2),
+}
+"""The number of axes that a figure shows together; others show one, and hold the rest at their references."""
+
+
+def _held_text(ablation: Ablation, shown: int) -> str:
+    """What a figure of so many axes does with the others."""
+    if len(ablation.axes) > 1 and not is_grid(ablation):
+        return " The other axes vary with what is shown: this is a random search."
+    if len(ablation.axes) <= shown:
+        return ""
+    assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
+    first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not on the axis)"
+    return f" Axes that are not shown are at their references{first if assumed else ''}."
 
 
 # -- the report ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Pictures of the cells of silos' architectures, drawn by graphviz if `dot` is installed, else by matplotlib."""
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
 
+from fedloom.experiments.analysis.architectures import SHORT, node_label, space_of, subspace_of
 from fedloom.experiments.analysis.silos import latest_architectures
-from fedloom.experiments.analysis.subnets import space_of
 from fedloom.experiments.analysis.tables import Tables, configuration
 from fedloom.experiments.report.drawing import BLUE, DPI, GREEN, GREY, INK, VERMILION, grid_of, heading, legend_below
 from fedloom.platform.spaces.darts import CELL_TYPES, DartsSpace
@@ -38,19 +39,6 @@ COLOURS = {
     "none": GREY,
 }
 
-SHORT = {
-    "sep_conv_3x3": "sep3",
-    "sep_conv_5x5": "sep5",
-    "dil_conv_3x3": "dil3",
-    "dil_conv_5x5": "dil5",
-    "max_pool_3x3": "max",
-    "avg_pool_3x3": "avg",
-    "skip_connect": "skip",
-    "noise": "noise",
-    "none": "none",
-}
-"""Labels of edges, so that operators differ in more than colour."""
-
 CAPTION = (
     "From left to right the inputs (the outputs of the cell before the last, and of the last), the nodes, and the "
     "output, which joins all nodes. An edge is labelled with its operator, with several while they are undecided; "
@@ -71,17 +59,6 @@ def darts_space_of(config: Mapping[str, Any]) -> DartsSpace | None:
     """The DARTS space of a stored configuration; None for another space, or if this version cannot build it."""
     space = space_of(config)
     return space if isinstance(space, DartsSpace) else None
-
-
-def parse(space: DartsSpace, text: str) -> Subspace | None:
-    """The kept operators per edge, from "0,1/0//1" or an architecture "0-1-0-1"; None if the text does not fit."""
-    pieces = text.split("/") if "/" in text else text.split("-")
-    try:
-        subspace = tuple(tuple(int(option) for option in piece.split(",") if option) for piece in pieces)
-        space.validate_subspace(subspace)
-    except ValueError:
-        return None
-    return subspace
 
 
 def cell_edges(space: DartsSpace, subspace: Subspace, cell_type: str) -> tuple[CellEdge, ...]:
@@ -114,7 +91,7 @@ def cell_pictures(run: Tables) -> Iterator[tuple[str, Figure, int]]:
         return
     rows = latest_architectures(run)
     texts = zip(rows["client_id"], rows["architecture"], strict=True)
-    parsed = {int(silo): parse(space, str(text)) for silo, text in texts}
+    parsed = {int(silo): subspace_of(space, str(text)) for silo, text in texts}
     for cell_type in reversed(CELL_TYPES):
         cells = _distinct(space, {c: subspace for c, subspace in parsed.items() if subspace is not None}, cell_type)
         if cells:
@@ -167,10 +144,6 @@ def colour_of(operator: str) -> str:
     return COLOURS.get(operator, GREY)
 
 
-def _label(node: int, nodes: int) -> str:
-    return ("c_{k-2}", "c_{k-1}", *map(str, range(nodes)), "c_k")[node]
-
-
 # -- graphviz ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +157,7 @@ def dot_source(cell: Cell) -> str:
         "fontsize=15, height=0.35, width=0.35];",
         'edge [fontname="DejaVu Sans", fontsize=12, penwidth=1.8, arrowsize=0.7];',
         "{rank=same; n0 -> n1 [style=invis];}",
-        *(f'n{i} [label="{_plain(_label(i, cell.nodes))}"{_look(cell, i)}];' for i in range(last + 1)),
+        *(f'n{i} [label="{node_label(i, cell.nodes)}"{_look(cell, i)}];' for i in range(last + 1)),
     ]
     for edge in cell.edges:
         for name in edge.operators:
@@ -196,10 +169,6 @@ def dot_source(cell: Cell) -> str:
 
 def _look(cell: Cell, node: int) -> str:
     return ', style="rounded,filled,dashed"' if is_dead(cell, node) else ""
-
-
-def _plain(label: str) -> str:
-    return label.replace("{", "").replace("}", "")
 
 
 def _rendered(source: str) -> bytes | None:
@@ -235,7 +204,8 @@ def _draw(axes: Axes, cell: Cell) -> None:
         face = "#E8EEF4" if inner else "#F4F4F4"
         circle = Circle(position, 0.25, facecolor=face, edgecolor="#6B6B6B", linewidth=1.0, zorder=5, **style)
         circles.append(axes.add_patch(circle))
-        axes.text(*position, f"${_label(node, cell.nodes)}$", ha="center", va="center", fontsize=8, color=INK, zorder=6)
+        label = re.sub("_(.*)", r"_{\1}", node_label(node, cell.nodes))
+        axes.text(*position, f"${label}$", ha="center", va="center", fontsize=8, color=INK, zorder=6)
     for edge in cell.edges:
         for i, name in enumerate(edge.operators):
             ends, rims = (positions[edge.source], positions[edge.node]), (circles[edge.source], circles[edge.node])

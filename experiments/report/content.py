@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +37,7 @@ def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) 
     whose first cell is `apart` is separated from the rows above it.
     """
     caption = Text("\n".join(block.text), style="dim")
-    table = Table(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)
+    table = _Fitting(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)
     table.title_justify = table.caption_justify = "left"
     table.show_edge, table.padding = False, (0, 1, 0, 0)
     rows = [[*row[: block.labels], *(_stacked(t) if stacked else t for t in row[block.labels :])] for row in block.rows]
@@ -50,6 +50,16 @@ def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) 
     # Nothing is cut, neither ids nor numbers: a table may be wider than the terminal, which folds its lines.
     table.width = Console(width=WIDEST).measure(table).maximum
     return table
+
+
+class _Fitting(Table):
+    """A table whose columns move together where it is wider than the terminal."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if console.is_terminal and self.width is not None and self.width > console.width:
+            self.padding = 0
+            self.width = Console(width=WIDEST).measure(self).maximum
+        yield from super().__rich_console__(console, options)
 
 
 def _stacked(text: str) -> str:

@@ -22,6 +22,7 @@ import pandas as pd
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import natural
 from fedloom.experiments.report.content import Picture
+from fedloom.experiments.report.hover import Spot, spots
 from fedloom.experiments.report.wording import runs_in_brief
 
 if TYPE_CHECKING:
@@ -103,12 +104,12 @@ def tint(colour: str) -> str:
 
 
 def tier_colours(tiers: Sequence[str]) -> dict[str, str]:
-    """A colour per tier, from dark to light (viridis without its yellow, which is hardly visible on paper)."""
+    """A colour per tier, from dark to light (viridis without its end, which is hardly visible on paper)."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
     last = max(len(tiers) - 1, 1)
-    return {tier: to_hex(colormaps["viridis"](0.84 * i / last)) for i, tier in enumerate(tiers)}
+    return {tier: to_hex(colormaps["viridis"](0.75 * i / last)) for i, tier in enumerate(tiers)}
 
 
 def model_colours(models: Sequence[str]) -> dict[str, str]:
@@ -160,17 +161,33 @@ def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") ->
         axes.spines[side].set_color("#9A9A9A")
 
 
-def with_bars(axes: Axes, x: Iterable[float], rows: pd.DataFrame, colour: str, **style: Any) -> None:
+def with_bars(
+    axes: Axes,
+    x: Iterable[float],
+    rows: pd.DataFrame,
+    colour: str,
+    *,
+    lying: bool = False,
+    of_shares: bool = True,
+    **style: Any,
+) -> None:
     """Draws the 95 % interval in % of each row with `mean`, `half_width` and `values`; of one or two seeds the values.
 
-    Rows are drawn at the places `x`.
+    Rows are drawn at the places `x`, or, of `lying` bars, at these heights. Shares are 0 to 100 %, which their
+    intervals do not leave.
     """
     for at, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
         if pd.notna(half):
-            axes.errorbar([at], [100 * mean], [100 * half], color=colour, linestyle="none", **BAR, **style)
+            room = (mean, 1 - mean) if of_shares else (np.inf, np.inf)
+            ends = [[100 * max(0.0, min(half, left))] for left in room]
+            bar: dict[str, Any] = {"x": [100 * mean], "y": [at], "xerr": ends}
+            if not lying:
+                bar = {"x": [at], "y": [100 * mean], "yerr": ends}
+            axes.errorbar(**bar, color=colour, linestyle="none", **BAR, **style)
         else:
-            heights = 100 * np.array(values)
-            axes.scatter(np.full(len(heights), at), heights, s=12, color=colour, marker="_", **style)
+            measured = 100 * np.array(values)
+            x_and_y = (measured, np.full(len(measured), at)) if lying else (np.full(len(measured), at), measured)
+            axes.scatter(*x_and_y, color=colour, marker="|" if lying else "_", **{"s": 12, **style})
 
 
 def whole_numbers(axes: Axes) -> None:
@@ -324,13 +341,15 @@ class Images(NamedTuple):
 
     png: bytes
     pdf: bytes
+    spots: tuple[Spot, ...] = ()
+    """What the page says where the mouse is near."""
 
 
 def draw(figure: Figure) -> Images:
     """The images of a figure, the same bytes in any process."""
     page = png(figure)
     figure.set_layout_engine("none")  # its parts are in their places now; finding these takes half of the time
-    return Images(page, pdf(figure))
+    return Images(page, pdf(figure), spots(figure))
 
 
 def drawn(pictures: Iterable[Picture]) -> list[tuple[Picture, Images]]:

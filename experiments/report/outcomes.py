@@ -96,15 +96,20 @@ COSTS = (
 
 _DECADE, _HOUR_S = 10.0, 3600.0
 
+_SAME = 0.01
+"""The share of a cost up to which costs are the same, such as those of stray bytes."""
 
-def outcomes_figure(groups: Groups) -> Figure | None:
+
+def outcomes_figure(groups: Groups, heads: tuple[str, ...] = ()) -> Figure | None:
     """A panel per cost and a point per setting: means over seeds, bars are 95 % intervals of the accuracy.
 
-    The line joins the settings that no other beats in both. None with fewer than two evaluated settings.
+    The line joins the settings that no other beats in both. A cost that all settings share has no panel; None without
+    a panel. `heads` are the titles of the labels.
     """
     means = _means(groups)
-    shown = [cost for cost in COSTS if means[cost[0]].notna().any() and float(means[cost[0]].max()) > 0]
-    if len(means) < 2 or not shown:
+    # Settings that cost the same have no front.
+    shown = [cost for cost in COSTS if float(means[cost[0]].max()) > (1 + _SAME) * float(means[cost[0]].min())]
+    if not shown:
         return None
     columns = 4 if max(map(len, means["name"])) < 22 else 2
     height = 3.9 + LEGEND_LINE_IN * -(-len(means) // columns)
@@ -119,7 +124,7 @@ def outcomes_figure(groups: Groups) -> Figure | None:
         legend_line(color=row["colour"], marker=row["marker"], markersize=6, linewidth=0, label=row["name"])
         for row in means.to_dict("records")
     ]
-    legend_below(figure, handles, columns)
+    legend_below(figure, handles, columns, ", ".join(heads) or None)
     return figure
 
 
@@ -147,7 +152,13 @@ def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str)
     known = means.assign(cost=values / scale)[np.isfinite(values)]
     for i, row in enumerate(known.to_dict("records")):
         with_bars(axes, [row["cost"]], known.iloc[[i]], row["colour"], zorder=3)
-        style: dict[str, Any] = {"color": row["colour"], "marker": row["marker"], "markersize": 6, "zorder": 3}
+        style: dict[str, Any] = {
+            "color": row["colour"],
+            "marker": row["marker"],
+            "markersize": 6,
+            "zorder": 3,
+            "label": row["name"],
+        }
         axes.plot([row["cost"]], [100 * row["metric"]], **style)
     front = front_of(known, "cost")
     axes.plot(front[:, 0], 100 * front[:, 1], color=GREY, linewidth=1.0, drawstyle="steps-post", zorder=2)
@@ -162,8 +173,8 @@ def _panel(axes: Axes, means: pd.DataFrame, measure: str, label: str, unit: str)
 FRONTS = (
     "Accuracy against what it costs",
     "One point per setting: the mean test accuracy of its final models against the bytes that all clients received and "
-    "sent, the MACs of forward passes and the simulated time, over all of the method's own stages. The line joins the "
-    f"settings that no other beats in both. {BARS}",
+    "sent, the MACs of forward passes and the simulated time, over all of the method's own stages; a cost that is the "
+    f"same for all is left out. The line joins the settings that no other beats in both. {BARS}",
 )
 """Title and caption."""
 

@@ -1,6 +1,8 @@
 """The files of a report: HTML page, Markdown, LaTeX tables, and images."""
 
 import base64
+import hashlib
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -11,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from fedloom.experiments.report.content import Block, Content, Picture
 from fedloom.experiments.report.drawing import Images, drawn
@@ -44,7 +47,11 @@ def write_content(content: Content, folder: Path, run_ids: Sequence[str]) -> Rep
     folder.mkdir(parents=True, exist_ok=True)
     pictures = drawn(content.pictures)
     html, text, latex = (folder / name for name in ("report.html", "report.md", "tables.tex"))
-    plots = {folder / f"{p.name}.{kind}": image for p, images in pictures for kind, image in images._asdict().items()}
+    plots = {
+        folder / f"{picture.name}.{kind}": image
+        for picture, images in pictures
+        for kind, image in (("png", images.png), ("pdf", images.pdf))
+    }
     pages = {
         latex: latex_tables(content.blocks),
         html: html_page(content, pictures),
@@ -59,7 +66,18 @@ def write_content(content: Content, folder: Path, run_ids: Sequence[str]) -> Rep
 def html_page(content: Content, pictures: Sequence[tuple[Picture, Images]] = ()) -> str:
     """The report as one self-contained HTML page; all text is escaped."""
     png_of = {picture.name: base64.b64encode(images.png).decode("ascii") for picture, images in pictures}
-    return _html_template().render(content=content, pictures=[picture for picture, _ in pictures], png_of=png_of)
+    spots_of = {picture.name: json.dumps(images.spots, ensure_ascii=False) for picture, images in pictures}
+    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+    # The policy of the page names the script by its hash, so that the browser runs no other.
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return _html_template().render(
+        content=content,
+        pictures=[picture for picture, _ in pictures],
+        png_of=png_of,
+        spots_of=spots_of,
+        script=Markup(script),
+        script_hash=hashed,
+    )
 
 
 @cache

@@ -76,6 +76,7 @@ from fedloom.experiments.report.rounds import (
     dry_block,
 )
 from fedloom.experiments.report.silos import missing_of_silos, silo_blocks, silo_pictures
+from fedloom.experiments.report.staleness import staleness_block, staleness_pictures
 from fedloom.experiments.report.subnets import cost_block, missing_of_subnets, subnet_block, subnet_pictures
 from fedloom.experiments.report.targets import RunsOf, Target, target_blocks
 from fedloom.experiments.report.tiers import (
@@ -136,6 +137,7 @@ def report_content(tables: Tables, targets: Sequence[Target] = ()) -> Content:
         *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
         *silo_blocks(tables, wide=True),
         *target_blocks(with_training(tables), runs_of(settings), (setting_head(settings),), labels, targets),
+        staleness_block(tables, settings),
         *fairness_blocks(tables, settings),
         *class_blocks(tables, settings),
         paragraph_block(tables, settings),
@@ -153,6 +155,7 @@ def report_content(tables: Tables, targets: Sequence[Target] = ()) -> Content:
             subnet_pictures(tables, labels),
             silo_pictures(tables),
             stage_pictures(tables, bounds, labels),
+            staleness_pictures(tables, settings),
         ),
     )
 

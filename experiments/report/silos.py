@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from fedloom.experiments.analysis.architectures import decoder
 from fedloom.experiments.analysis.settings import SEEDS, Setting, by_seed, is_absent, spread
 from fedloom.experiments.analysis.silos import (
     PERSONAL,
@@ -18,7 +19,6 @@ from fedloom.experiments.analysis.silos import (
     as_square,
     best_on_test,
     curves,
-    in_short,
     p_matrix,
     per_silo,
     personalisation_gains,
@@ -161,8 +161,7 @@ def run_block(run: Tables) -> Block:
     """One row per silo of one run."""
     rows, run_id = per_silo(run), run.paths[0].run_id
     config = configuration(run, run_id)
-    is_darts = str(config.get("space", {}).get("name", "")).startswith("darts")
-    with_cells = is_darts and any("/" in str(text) for text in rows["architecture"])
+    in_words = decoder(config)
     columns: list[tuple[str, str, Write]] = [
         ("samples", "test samples", count),
         ("accuracy", "test %", percent),
@@ -175,15 +174,16 @@ def run_block(run: Tables) -> Block:
     columns = [c for c in columns if rows[c[0]].notna().any()]
     cells = []
     for row in rows.to_dict(orient="records"):
-        name = ABSENT if is_absent(row["architecture"]) else str(row["architecture"])
+        name = ABSENT if is_absent(row["architecture"]) else in_words(str(row["architecture"]))
         values = (ABSENT if is_absent(row[key]) else write(row[key]) for key, _, write in columns)
-        cells.append((str(row["client_id"]), in_short(name) if with_cells and name != ABSENT else name, *values))
+        cells.append((str(row["client_id"]), name, *values))
     text = ["Every silo's model on its own test data."]
-    if with_cells:
-        several = "what is undecided" if config["method"].get("search") else "several that are used together"
+    if any("c_k" in row[1] for row in cells):
+        several = "that are undecided" if config["method"].get("search") else "that are used together"
         text.append(
-            "The architecture is the operator kept on each edge of the normal, then of the reduction cell, by its "
-            f"number; a dot is an edge without any, braces hold {several}."
+            "Each node of a cell is the sum of operators of its inputs: c_k-2 and c_k-1 are the outputs of the cell "
+            f"before the last and of the last, numbers are nodes, bars separate operators {several}, and pruned edges "
+            "are left out."
         )
     heads = ("silo", "architecture", *(head for _, head, _ in columns))
     return Block(f"Silos of run {run_id}", tuple(text), heads, tuple(cells))

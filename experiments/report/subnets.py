@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from fedloom.experiments.analysis.architectures import decoder
 from fedloom.experiments.analysis.settings import SEEDS, Setting, is_absent, settings_of, spread
 from fedloom.experiments.analysis.subnets import (
     FRONT,
@@ -104,14 +105,13 @@ PREDICTED: Mapping[str, tuple[str, Write, str]] = {
 def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
     """One row per evaluated subnet, or per target; `wide` adds the winners' choices, too wide for a terminal."""
     columns = [c for c in COLUMNS if any(s.values[c[0]] is not None for s in summary.subnets)]
-    labels = ("subnet", "choices", "id") if wide else ("subnet",)
-    rows = tuple(
-        (
-            *(s.target or s.label, s.label, s.architecture or ABSENT)[: len(labels)],
-            *(with_interval(s.values[key], write) for key, _, write in columns),
-        )
-        for s in summary.subnets
-    )
+    labels = ("subnet", "architecture", "id") if wide else ("subnet",)
+    decode = decoder(summary.setting.config)
+    rows = []
+    for s in summary.subnets:
+        choices = (s.label, ABSENT) if s.architecture is None else (decode(s.architecture), s.architecture)
+        values = (with_interval(s.values[key], write) for key, _, write in columns)
+        rows.append((s.target or s.label, *(choices if wide else ()), *values))
     kinds = "; ".join(KINDS[model] for model in dict.fromkeys(s.model for s in summary.subnets))
     text = [
         sentence(over_runs(summary.setting)),
@@ -127,7 +127,7 @@ def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
             f"{error}{unit}."
         )
     heads = (*labels, *(head for _, head, _ in columns))
-    return Block(f"Subnets: {summary.setting.name}", tuple(text), heads, rows, labels=len(labels))
+    return Block(f"Subnets: {summary.setting.name}", tuple(text), heads, tuple(rows), labels=len(labels))
 
 
 def cost_block(comparison: CostComparison) -> Block:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from fedloom.experiments.analysis.architectures import decoded
 from fedloom.experiments.analysis.clients import fairness
 from fedloom.experiments.analysis.settings import SEEDS, Estimate, Setting, estimate_by_seed, is_absent, settings_of
-from fedloom.experiments.analysis.subnets import decoded
 from fedloom.experiments.analysis.tables import (
     ALL_TIERS,
     TIERS,
@@ -285,9 +285,15 @@ def _candidates(axes: Axes, candidates: pd.DataFrame, tiers: Sequence[str], scal
     for tier in tiers:
         rows = candidates[candidates["tier"] == tier]
         x, y = rows["macs"] / scale, rows["metric"] * 100
-        axes.scatter(x, y, s=14, color=colours[tier], alpha=0.28, linewidths=0, zorder=2)
+        axes.scatter(x, y, s=14, color=colours[tier], alpha=0.28, linewidths=0, zorder=2, label=tier)
         for _, run in rows[rows["on_front"]].sort_values("macs").groupby("run_id"):
-            style: dict[str, Any] = {"marker": markers[tier], "markersize": 4.5, "linewidth": 1.6, "zorder": 3}
+            style: dict[str, Any] = {
+                "marker": markers[tier],
+                "markersize": 4.5,
+                "linewidth": 1.6,
+                "zorder": 3,
+                "label": f"{tier}, front",
+            }
             axes.plot(run["macs"] / scale, run["metric"] * 100, color=colours[tier], **style)
         won = rows["is_winner"]
         stars(axes, x[won], y[won], colours[tier])

@@ -159,8 +159,8 @@ def state_of(entry: Entry, scale: str) -> str:
 
 
 def counted_states(verdicts: Iterable[Verdict]) -> str:
-    """The number of claims in each state, the best first."""
-    counts = Counter(verdict.state for verdict in verdicts)
+    """The number of claims that count in each state, the best first."""
+    counts = Counter(verdict.state for verdict in verdicts if verdict.claim.counts)
     if set(counts) == {NOT_RUN}:
         return NOT_RUN
     return ", ".join(f"{counts[state]} {state}" for state in reversed(STATES) if counts[state])
@@ -181,7 +181,9 @@ def summary_block(board: Sequence[Entry]) -> Block:
         of_paper = [entry for entry in board if entry.item.name.startswith(f"{paper}/")]
         verdicts = [[v for e in of_paper if s in e.outcomes for v in e.outcomes[s].verdicts] for s in SCALES]
         states = [counted_states(of_scale) or ABSENT for of_scale in verdicts]
-        rows.append((paper, str(len(of_paper)), str(sum(len(e.item.claims) for e in of_paper)), *states))
+        rows.append(
+            (paper, str(len(of_paper)), str(sum(claim.counts for e in of_paper for claim in e.item.claims)), *states)
+        )
     recorded = [
         f"{entry.item.name} ({scale} scale{outcome.record.in_short.removeprefix('recorded')})"
         for entry in board
@@ -192,7 +194,7 @@ def summary_block(board: Sequence[Entry]) -> Block:
         "A claim is shown if the 95 % interval over seeds says so everywhere it is made, contradicted if the opposite "
         "is as certain anywhere (Bonferroni's correction over the places, Holm's over the claims of an item). Where "
         "its regime was not reached, it is neither. What is counted without training has no interval and stands under "
-        "the paper's scale.",
+        "the paper's scale. Checks of the runs, and what another item compares as well, are not counted.",
         *([f"Recorded, not run here: {', '.join(recorded)}."] if recorded else []),
     )
     heads = ("paper", "items", "claims", "paper scale", "small scale")

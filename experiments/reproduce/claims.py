@@ -32,6 +32,8 @@ from fedloom.experiments.reproduce.measure import Measured, at, combined, paired
 
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_RUN = "shown", "not shown", "contradicted", "not run"
 NOT_REACHED = "regime not reached"
+REACHED = {SHOWN: "reached", NOT_RUN: "not measured"}
+"""Whether a regime was reached, by the state of its check; otherwise it was not."""
 STATES = (CONTRADICTED, NOT_RUN, NOT_REACHED, NOT_SHOWN, SHOWN)
 """From the worst to the best."""
 LEVEL = (1 - CONFIDENCE) / 2
@@ -91,8 +93,10 @@ class Verdict:
 
     @property
     def state_text(self) -> str:
-        """The state, and that the claim is not the one that stood when its values were recorded."""
-        return f"{self.state}{', changed since' if self.is_changed else ''}"
+        """The state, that the claim is not the one that stood when its values were recorded, and where it counts."""
+        changed = ", changed since" if self.is_changed else ""
+        elsewhere = f" (counted in {self.claim.counted_in})" if self.claim.counted_in else ""
+        return f"{self.state}{changed}{elsewhere}{' (a check)' if self.claim.is_check else ''}"
 
     @property
     def reason(self) -> str:
@@ -136,7 +140,7 @@ def verdicts(
     }
     made = [claim for claim in item.claims if scale in (claim.scales or item.scales)]
     judged = [_in_regime(verdict(claim, measured, item, settings, seeds), regimes) for claim in made]
-    tested = sorted((v.p, index) for index, v in enumerate(judged) if v.p is not None)
+    tested = sorted((v.p, index) for index, v in enumerate(judged) if v.p is not None and v.claim.counts)
     corrected = 0.0
     for rank, (p, index) in enumerate(tested):
         corrected = max(corrected, min(1.0, p * (len(tested) - rank)))
@@ -152,10 +156,13 @@ def _in_regime(judged: Verdict, regimes: Mapping[str, Verdict]) -> Verdict:
     if not needed or judged.state == NOT_RUN:
         return judged
     for regime in needed:
+        reached = REACHED.get(regime.state, "not reached")
+        if regime.state == NOT_RUN:
+            return replace(judged, state=NOT_SHOWN, why="its regime was not measured", p=None, regime=reached)
         if regime.state != SHOWN:
-            why = f"{regime.claim.text} {regime.reason or regime.state}"
-            return replace(judged, state=NOT_REACHED, why=why, p=None, regime="not reached")
-    return replace(judged, regime="reached")
+            why = f"{regime.claim.text} {regime.reason}".strip()
+            return replace(judged, state=NOT_REACHED, why=why, p=None, regime=reached)
+    return replace(judged, regime=REACHED[SHOWN])
 
 
 def verdict(

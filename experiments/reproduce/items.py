@@ -413,14 +413,23 @@ class Claim(CheckEntry):
     Attributes:
         scales: at which it is made; none if at all that the item has.
         needs: the names of the regimes without which it says nothing.
+        counted_in: the item that makes the same comparison: there it counts.
+        is_check: whether it only checks the runs, as that a loss falls; such claims do not count.
         despite: why the published numbers do not show it, or do not tell; empty if they show it.
     """
 
     text: Text
     scales: tuple[str, ...] = ()
     needs: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    counted_in: str = ""
+    is_check: Annotated[bool, Field(alias="check")] = False
     despite: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
     all: tuple[CheckEntry, ...] = ()
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is one of the paper's claims that is made nowhere else."""
+        return not self.is_check and not self.counted_in
 
     @cached_property
     def checks(self) -> tuple[Check, ...]:

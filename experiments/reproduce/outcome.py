@@ -11,7 +11,7 @@ from typing import Any
 from fedloom.experiments.report.content import Block
 from fedloom.experiments.report.wording import ABSENT
 from fedloom.experiments.reproduce.claims import (
-    SHOWN,
+    REACHED,
     Interval,
     Verdict,
     in_the_paper,
@@ -150,7 +150,7 @@ def blocks(outcome: Outcome) -> list[Block]:
         for judged in outcome.verdicts
     ]
     heads = ("claim", "state", "in the paper", "where and why")
-    reached = [(v.claim.text, "reached" if v.state == SHOWN else "not reached", v.reason) for v in outcome.regimes]
+    reached = [(v.claim.text, REACHED.get(v.state, "not reached"), v.reason) for v in outcome.regimes]
     regimes = [Block("Regimes that claims need", (), ("regime", "state", "where and why"), tuple(reached), labels=3)]
     return [*number_blocks(outcome), *(regimes if reached else ()), Block("Claims", (), heads, tuple(cells), labels=4)]
 

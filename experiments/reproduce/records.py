@@ -212,7 +212,9 @@ def reads(item: Item, names: Collection[str]) -> str:
 def claim_hash(claim: Claim, item: Item) -> str:
     """A hash of a claim: its words, its checks, and the regimes that it needs."""
     entries = [claim, *(item.regimes[name] for name in claim.needs)]
-    content = [entry.model_dump(exclude_defaults=True) for entry in entries]
+    content = [
+        entry.model_dump(exclude={"counted_in", "is_check", "despite"}, exclude_defaults=True) for entry in entries
+    ]
     return sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

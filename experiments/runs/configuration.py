@@ -19,7 +19,7 @@ from fedloom.experiments.runs.overrides import ENDINGS, GROUPS, first_line, read
 from fedloom.experiments.runs.own_presets import own_preset
 from fedloom.experiments.runs.presets import CONF, DEFAULT_METHOD, PRESET, experiments, method_in, of_method
 from fedloom.platform.data.registry import check as check_data
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import AttackConfig, RunConfig
 from fedloom.platform.federation.training_config import check_rule_names
 from fedloom.platform.methods.registry import METHODS, find_method
 from fedloom.platform.plugins import PluginError, is_import_path, nearest
@@ -145,6 +145,14 @@ def tell_left_out(what: str, stored: Mapping[str, Any], overrides: Sequence[str]
     if left:
         again = "give it again: resume takes the key, other commands FEDLOOM_DATA and FEDLOOM_CACHE"
         logger.warning("%s was made with %s: if you want that here, %s", what, " ".join(left), again)
+
+
+def tell_of_attack(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Warns of a chosen attack without attackers where the configuration does not show that it was chosen."""
+    if config.attack.share or config.attack.name != AttackConfig().name:  # others are said with all keys
+        return
+    if any(read(override).key == "attack.name" for override in overrides):
+        logger.warning("attack.name=%s has no effect with attack.share=0.0: it is for attackers", config.attack.name)
 
 
 def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:

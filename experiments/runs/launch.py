@@ -54,6 +54,14 @@ LONGEST_CAUSE = 120
 class View(Protocol):
     """Shows the progress of a run."""
 
+    def doing(self, what: str) -> None:
+        """What is being started takes a while."""
+        ...
+
+    def stages(self, names: Sequence[str]) -> None:
+        """The run's stages, before it has an id."""
+        ...
+
     def started(self, run_id: str, supernet_of: str) -> None:
         """The run has an id; `supernet_of` is the run whose trained supernet it starts from, empty if none."""
         ...
@@ -74,8 +82,9 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     ValueError is raised.
     """
     root = check_results(config.results)
+    view.doing("preparing the data and its partition")
     if config.executor.kind == "serial" or config.dry_run:
-        return run_to_end(config, make_serial, Watcher(view.started, view.round), resume)
+        return run_to_end(config, make_serial, Watcher(view.started, view.round, stages=view.stages), resume)
     starts_ray = resolve_address(config.ray.address) == "local"
     if config.ray.detached and starts_ray:
         raise ValueError(
@@ -95,9 +104,11 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
         planned_stages(world)
     if starts_ray:
         groups_of_run(config.executor, world.tiers, [own_resources(config.ray)], world.num_clients)
+    view.doing("starting Ray on this machine" if starts_ray else f"connecting to Ray at {config.ray.address}")
     with connected(config.ray):
         # Raises if the cluster is too small, before the server writes the run's first files.
         groups_in_line(world, view.waiting)
+        view.doing("starting the server")
         return _through_server(config, view, resume, planned)
 
 
@@ -231,7 +242,9 @@ class _Shown:
             return
         if told.run_id and not self.run_id:
             self.run_id = told.run_id
+            self.view.stages(told.stages)
             self.view.started(told.run_id, told.supernet_of)
+            self.view.doing("starting the client actors, and their first round")
         if told.waiting and not self.waits:
             self.waits = True
             self.view.waiting(told.waiting)

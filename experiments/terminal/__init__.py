@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.experiments.terminal.notebook import NotebookOutput, in_notebook
 from fedloom.platform.words import NO_SUCH_PLACE, in_words, is_out_of_memory, printable, said
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ def while_read(show: Callable[..., None], *values: object) -> None:
 LOG_WIDTH = 110
 
 
-def console(quiet: bool = False) -> "Console":
-    """A console for the terminal, or for a log file with a width of `LOG_WIDTH` characters.
+def console(quiet: bool = False, *, folds: bool = True) -> "Console":
+    """A console for the terminal, for one output of a notebook's cell, or for a log of `LOG_WIDTH` characters' width.
+
+    Lines are as long as they are, and the terminal `folds` them; otherwise they are folded between words.
 
     Text is printed as it is: brackets in a value or a message are no markup, and control characters are shown.
     """
@@ -94,7 +97,11 @@ def console(quiet: bool = False) -> "Console":
             for segment in super().render(renderable, options):
                 yield segment if segment.control else segment._replace(text=printable(segment.text))
 
-    settings: dict[str, Any] = {"highlight": False, "soft_wrap": True, "quiet": quiet, "markup": False, "emoji": False}
+    settings: dict[str, Any] = {"highlight": False, "soft_wrap": folds, "quiet": quiet, "markup": False, "emoji": False}
+    if in_notebook():
+        return PrintingConsole(
+            **settings, file=NotebookOutput(), width=LOG_WIDTH, force_jupyter=False, force_terminal=False
+        )
     terminal = PrintingConsole(**settings)
     return terminal if terminal.is_terminal else PrintingConsole(**settings, width=LOG_WIDTH)
 

@@ -358,7 +358,8 @@ NPZ_NAMES_WITHOUT_PARTS = {"x": ("x", "images"), "y": ("y", "labels"), "clients"
 def read_npz(path: Path) -> Arrays:
     """Reads train_x, train_y, test_x, test_y (or x_train, ..., or x and y, of which a fifth is held out for testing).
 
-    Optional are train_clients, test_clients and class_names. Nothing in the file is executed.
+    Optional are train_clients, test_clients and class_names; train_x.NAME are several arrays by name, and so on.
+    Nothing in the file is executed.
     Raises PluginError naming what is missing.
     """
     blame = f"data set 'npz': {path}"
@@ -370,14 +371,17 @@ def read_npz(path: Path) -> Arrays:
     except (OSError, ValueError, AttributeError) as error:
         raise PluginError(f"{blame} is not a file of arrays ({error}); write it with numpy.savez") from error
 
+    def tree(name: str) -> ArrayTree | None:
+        by_name = {n.removeprefix(f"{name}."): array for n, array in arrays.items() if n.startswith(f"{name}.")}
+        return arrays.get(name, by_name or None)
+
     def read_part(accepted: Mapping[str, tuple[str, ...]], part: str) -> tuple[Any, ...] | None:
         names = {what: [name.format(part=part) for name in forms] for what, forms in accepted.items()}
-        array_of = {what: next((arrays[n] for n in forms if n in arrays), None) for what, forms in names.items()}
-        x, y, clients = array_of["x"], array_of["y"], array_of["clients"]
+        x, y, clients = (next((a for n in names[what] if (a := tree(n)) is not None), None) for what in NPZ_NAMES)
         if x is None or y is None:
             return None
         # Some data sets publish labels as a column (n, 1).
-        labels = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+        labels = y[:, 0] if isinstance(y, np.ndarray) and y.ndim == 2 and y.shape[1] == 1 else y
         return (x, labels) if clients is None else (x, labels, clients)
 
     train, test = (read_part(NPZ_NAMES, part) for part in ("train", "test"))

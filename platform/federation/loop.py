@@ -123,6 +123,7 @@ class Loop:
         self._unsaved: RunState | None = None
         self._forecast = Forecast(stages)
         self._has_fallen_back = False
+        self._left_s = -1.0
         self._ahead = dict[tuple[str, int, int | None], ChunkResult]()
 
     def run(self, state: RunState) -> RunState:
@@ -161,7 +162,7 @@ class Loop:
 
     def _round(self, stage: Stage, state: RunState, left: int) -> RunState:
         started = time.perf_counter()
-        self.status.write(stage=stage.name, round=state.round, rounds_total=state.round + left)
+        self.status.write(stage=stage.name, round=state.round, rounds_total=state.round + left, left_s=self._left_s)
         with stage_work(stage.name, state.round):
             self._forecast.begins(state)
             plan = checked_plan(answered("plan", stage.plan(state), Plan), state)
@@ -241,6 +242,7 @@ class Loop:
         to_end = self.stages[after.stage + (left == 1 or row["stopped"] is not None) :]
         if not self._forecast.is_known and to_come.run_s != 0:
             to_come = Left(None, None)
+        self._left_s = -1.0 if to_come.run_s is None else to_come.run_s
         return RoundProgress(
             **{f.name: row[f.name] for f in fields(RoundProgress) if f.name in row},
             rounds_total=row["round"] + left,

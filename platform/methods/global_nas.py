@@ -83,6 +83,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         data={KEPT: subspace_id(space.largest_subspace)},
         settled=decided,
         test=lambda state: ScoreShared(MixedNetwork(remaining_of(state))),
+        sends_change=True,
     )
     return training.and_evaluation()
 

@@ -269,7 +269,7 @@ def stages(config: PersonalConfig, world: World) -> list[Stage]:
         weighting = round_.rules.weighting
         return TrainPersonal(layers, round_.local, weighting, validation, personal_epochs=config.train.personal_epochs)
 
-    return subnet_stages(world, config, lambda _subnet: ScorePersonal(layers), client)
+    return subnet_stages(world, config, lambda _subnet: ScorePersonal(layers), client, sends_change=True)
 
 
 METHOD = Method(PersonalConfig, stages, kind="silos", own="model", lacks=("candidates", "models"))

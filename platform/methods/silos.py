@@ -404,15 +404,29 @@ class SiloTraining(TrainingStage):
     Attributes:
         test: the task that scores each silo's model on its test data.
         ready: whether there is a model to score before the end; a method may not have chosen one yet.
+        sends_change: whether a silo sends the change of one network and nothing else, which is what privacy and
+            processors act on.
     """
 
     config: SiloTrainingConfig
     _: KW_ONLY
     test: Callable[[RunState], Task]
     ready: Callable[[RunState], bool] = lambda _state: True
+    sends_change: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        acts = self.processing.processors and not self.world.attackers  # which the registry refuses
+        if acts and not self.sends_change:
+            raise ValueError(
+                f"privacy and processors: the clients of {self.name} send more than the change of one network; leave "
+                "them out"
+            )
+        if acts and self.config.use_validation:
+            raise ValueError(
+                f"{self.rules.key}.use_validation=true: privacy and processors act on what is trained on training data "
+                "alone; set it to false"
+            )
         if self.may_end_early and self.config.use_validation:
             raise ValueError(
                 f"{self.rules.key}.use_validation=true: the silos train on their validation data, so that no score on "
@@ -464,8 +478,13 @@ def subnet_stages(
     config: SubnetConfig,
     test: Callable[[Subnet], Task],
     client: Callable[[Subnet, Round, ValidationUse], Task] | None = None,
+    *,
+    sends_change: bool = False,
 ) -> list[Stage]:
-    """Training of one architecture by `client`, by default that of FedAvg, and `test` on every silo."""
+    """Training of one architecture by `client`, by default that of FedAvg, and `test` on every silo.
+
+    `sends_change` is that of `SiloTraining` for a `client`; FedAvg's sends one.
+    """
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
 
@@ -483,5 +502,6 @@ def subnet_stages(
         initial=fresh_subnet(world, subnet),
         tasks=to_all(task_of),
         test=lambda _state: task,
+        sends_change=sends_change or client is None,
     )
     return training.and_evaluation()

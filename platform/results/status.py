@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from fedloom.platform.results.files import MOST_NOTE_BYTES, read_json, typed, write_atomically
 from fedloom.platform.results.lock import is_process, process_of, this_place, this_process
@@ -32,7 +32,8 @@ class Status:
     heartbeat (seconds since 1970) is old. `started` and `place` identify the process (see `processes`). `taken` counts
     the processes that have taken the run up, `written` how often any of them wrote its status: of two copies of a run
     they tell the later one without a clock. `cluster` is the address of the Ray cluster where `fedloom attach` finds
-    the run, empty if the run ends with its command. Status files of earlier versions have none of these.
+    the run, empty if the run ends with its command. `left_s` are the seconds that the run was expected to take after
+    its last round, negative if that is not known. Status files of earlier versions have none of these.
     """
 
     state: State
@@ -48,6 +49,7 @@ class Status:
     taken: int = 0
     written: int = 0
     cluster: str = ""
+    left_s: float = -1.0
 
     @property
     def round_shown(self) -> int:
@@ -83,12 +85,14 @@ class StatusFile:
         round: int | None = None,
         rounds_total: int | None = None,
         message: str | None = None,
+        left_s: float | None = None,
     ) -> None:
         """Writes the status at once; arguments that are None keep their previous value."""
-        values = {"stage": stage, "round": round, "rounds_total": rounds_total, "message": message}
+        told: dict[str, Any] = {"stage": stage, "round": round, "rounds_total": rounds_total}
+        values = {**told, "message": message, "left_s": left_s}
         changes = {name: value for name, value in values.items() if value is not None}
         with self._lock:
-            self._status = replace(self._status, state=state, **changes)  # type: ignore[arg-type]
+            self._status = replace(self._status, state=state, **changes)
             if state == "done":
                 self._status = replace(self._status, round=self._status.rounds_total)
             self._write()

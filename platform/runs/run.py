@@ -100,7 +100,8 @@ def _serial_devices(world: World) -> dict[str, str]:
 class Watcher:
     """Callbacks of a run: its start, every finished round, and whether it should stop.
 
-    `started` gets the run's id, and the id of the run whose trained supernet it uses (empty if none). `cluster` is the
+    `started` gets the run's id, and the id of the run whose trained supernet it uses (empty if none). `stages` gets the
+    names of all stages before. `cluster` is the
     address at which the run can be watched again (see `Status`).
     """
 
@@ -108,6 +109,7 @@ class Watcher:
     round: Callable[[RoundProgress], None] = lambda _: None
     should_stop: Callable[[], bool] = lambda: False
     cluster: str = ""
+    stages: Callable[[Sequence[str]], None] = lambda _names: None
 
 
 @dataclass(frozen=True)
@@ -307,14 +309,10 @@ def _go(
     config, paths = world.config, writer.paths
     status = StatusFile(paths.status, watcher.cluster)
     status.write("running", message="starting workers")
-    supernet_of = str(writer.run_row.get("supernet_run_id") or "")
-    watcher.started(paths.run_id, "" if supernet_of == paths.run_id else supernet_of)
     executor: Executor | None = None
     heartbeat = Heartbeat(status)
     log = log_to(paths.logs)
     CONSOLE.info("run %s", paths.run_id)
-    for line in keys_without_effect(config):
-        logger.warning("%s", line)
     events: Events = NoEvents()
     if _has_event_files(config):
         events = EventFiles(paths.artifacts / EVENTS, writer.position["rounds"], asdict(config))
@@ -322,6 +320,12 @@ def _go(
     recorder = Recorder(writer, asdict(config), beginning.saved, events, stored, trackers.add)
     try:
         with _end_written(recorder, status):
+            # From here on whoever knows the run's id may interrupt it.
+            supernet_of = str(writer.run_row.get("supernet_run_id") or "")
+            watcher.stages([stage.name for stage in stages])
+            watcher.started(paths.run_id, "" if supernet_of == paths.run_id else supernet_of)
+            for line in keys_without_effect(config):
+                logger.warning("%s", line)
             executor = DryExecutor(Worker(world.spec)) if config.dry_run else make_executor(world)
             status.write(message="")
             loop = Loop(

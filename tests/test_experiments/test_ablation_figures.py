@@ -1,11 +1,21 @@
 """Figures of ablations, on small tables of planted numbers: lines of two axes, megabytes, legends that fit."""
 
+import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
 from fedloom.experiments import analysis
-from fedloom.experiments.report.ablation import Study, bytes_figure, crossed_figure, study_of
-from fedloom.experiments.report.drawing import legend_below, legend_line, looks, png
+from fedloom.experiments.report.ablation import (
+    Study,
+    bytes_figure,
+    crossed_figure,
+    differences_figure,
+    metric_figure,
+    study_of,
+)
+from fedloom.experiments.report.axes import scale_of
+from fedloom.experiments.report.drawing import legend_below, legend_line, looks, png, with_bars
 from tools.generated_ablation import write_planned
 
 
@@ -21,8 +31,8 @@ def test_the_second_axis_has_lines_and_the_third_panels(study: Study) -> None:
     figure = crossed_figure(study)
     assert figure is not None
     left, right = (axes for axes in figure.axes if axes.get_visible())
-    assert [axes.get_title(loc="left") for axes in (left, right)] == ["decay_share: 0.5", "decay_share: 0.8"]
-    assert (left.get_xlabel(), left.get_ylabel(), right.get_ylabel()) == ("beta_0", "mean test accuracy (%)", "")
+    assert [axes.get_title(loc="left") for axes in (left, right)] == ["decay_share=0.5", "decay_share=0.8"]
+    assert (left.get_xlabel(), left.get_ylabel()) == ("beta_0", "mean test accuracy (%)")
     assert left.get_ylim() == right.get_ylim()
     lines = [line for line in right.lines if len(line.get_xdata()) == 2]
     # Of five subnets of 70, 74, ... %, less 4 at beta_0 .5, and 3 and 1 for a constant and a linear decay.
@@ -34,10 +44,74 @@ def test_the_second_axis_has_lines_and_the_third_panels(study: Study) -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["constant", "linear", "cosine"]
 
 
+def test_differences_are_those_of_pairs_along_what_an_axis_is_crossed_with(study: Study) -> None:
+    figure = differences_figure(study, "decay")
+    assert figure is not None
+    left, right = figure.axes
+    assert [axes.get_title(loc="left") for axes in (left, right)] == ["decay_share=0.5", "decay_share=0.8"]
+    assert (left.get_xlabel(), left.get_ylabel()) == ("beta_0", "difference to decay=cosine\n(percentage points)")
+    lines = [line for line in right.lines if line.get_marker() in "os"]
+    assert [line.get_ydata() for line in lines] == [pytest.approx([d, d]) for d in (-3.0, -1.0)]
+    # The effects of two seeds are .9 and 1.1 times those of both: a dash each, and no interval.
+    dashes = right.collections[0].get_offsets()
+    assert dashes[:, 1].tolist() == pytest.approx([-2.7, -3.3])
+    low, high = right.get_ylim()
+    assert low < -3.3
+    assert high > 0
+    (legend,) = figure.legends
+    assert legend.get_title().get_text() == "decay"
+    assert [text.get_text() for text in legend.get_texts()] == ["constant", "linear"]
+
+
+def test_names_are_points_below_each_other_with_a_colour_per_value_of_the_other_axis(study: Study) -> None:
+    figure = metric_figure(study)
+    assert figure is not None
+    beta, decay, _ = figure.axes
+    assert [text.get_text() for text in decay.get_yticklabels()] == ["constant", "linear", "cosine"]
+    assert decay.get_xlabel() == "mean test accuracy (%)"
+    assert decay.get_ylim() == (2.5, -0.5), "the first is on top"
+    points = [line for line in decay.lines if line.get_marker() in "os" and len(line.get_xdata()) == 3]
+    assert [line.get_linewidth() for line in points] == [0, 0]
+    assert points[0].get_xdata() == pytest.approx([75.0, 77.0, 78.0])
+    assert beta.get_xlabel() == "beta_0"
+    assert [part.legends[0].get_title().get_text() for part in figure.subfigs] == ["decay_share", "beta_0", "beta_0"]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["sgd", "fedprox"], "names"),
+        ([True, False], "names"),
+        ([None, 0.5], "names"),
+        ([0.5, 1.0], "linear"),
+        ([1.0, 2.0, 3.0], "linear"),
+        ([1.0, 0.5, 0.25], "log"),
+        ([100.0, 1.0, 0.1], "log"),
+        ([0, 0.01, 0.1], "symlog"),
+        ([-1.0, 10.0], "linear"),
+        ([0.0, 0.2, 0.4], "linear"),
+    ],
+)
+def test_numbers_have_a_scale_and_names_have_none(values: list[object], kind: str) -> None:
+    assert scale_of(values).kind == kind
+
+
+@pytest.mark.parametrize("lying", [True, False])
+def test_intervals_of_shares_end_at_0_and_100_percent(lying: bool) -> None:
+    axes = Figure().subplots()
+    rows = pd.DataFrame({"mean": [0.95, 0.4], "half_width": [0.1, 0.5], "values": [[], []]})
+    with_bars(axes, [0.0, 1.0], rows, "black", lying=lying)
+    ends = [np.ravel(part.get_segments())[not lying :: 2] for bars in axes.containers for part in bars[2]]
+    assert ends == [pytest.approx([85.0, 100.0]), pytest.approx([0.0, 90.0])]
+
+
 def test_accuracy_stands_over_the_megabytes_of_both_directions(study: Study) -> None:
     figure = bytes_figure(study)
     assert figure is not None
-    (axes,) = figure.axes
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        f"supernet training, decay={decay}" for decay in ("constant", "linear", "cosine")
+    ]
+    axes = figure.axes[-1]  # the reference, as that of the third axis is .8
     # A round of ten clients that receive and send 4000 bytes each; validated after every fifth one.
     assert axes.lines[0].get_xdata() == pytest.approx([0.0, 0.4, 0.8, 1.2])
     assert axes.get_xscale() == "log"

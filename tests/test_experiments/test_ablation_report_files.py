@@ -26,6 +26,9 @@ from tools.generated_ablation import Fates, write_planned
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
 BUDGET = ["ablation=comm_budget", "experiment=fedoras_digits", "ablation.axes.averaging.values=[opa,fedavg,plain]"]
 
+DIFFERENCES = ("differences-1", "differences-2", "differences-3")
+"""The figures of what each axis changes."""
+
 
 def written(root: Path, arguments: list[str], fates: Fates | None = None) -> Ablation:
     return write_planned(root, arguments, fates, rounds=10, candidates=4)
@@ -57,7 +60,7 @@ def test_a_finished_ablation_has_all_files_and_nothing_missing(beta: tuple[Path,
     root, ablation, files = beta
     assert files.folder == root / "reports" / ablation.ablation_id
     names = {path.name for path in files.folder.iterdir()}
-    figures = {f"{name}.{end}" for name in ("macs_by_axis", "convergence") for end in ("png", "pdf")}
+    figures = {f"{name}.{end}" for name in ("macs_by_axis", *DIFFERENCES, "convergence") for end in ("png", "pdf")}
     assert names == {"report.html", "report.md", "tables.tex", *figures}
     assert files.missing == ()
     assert 'http-equiv="refresh"' not in files.html.read_text()
@@ -109,7 +112,7 @@ def test_figures_show_something_and_are_named_by_the_ablation(
     plan = ablation.folder(tmp_path) / "ablation.json"  # of a version that knows one more
     plan.write_bytes(hashed_json(from_hashed_json(plan.read_bytes(), plan) | {"figures": [*FIGURES, "fig5"]}))
     files = write_ablation_report(tmp_path, ablation.ablation_id, tmp_path / "out")
-    assert {p.stem for p in files.plots} == {*FIGURES, "convergence"}
+    assert {p.stem for p in files.plots} == {*FIGURES, *DIFFERENCES[:2], "convergence"}
     assert files.missing == (f"There is no figure 'fig5': there are {', '.join(FIGURES)}.",)
     for path in (*files.plots, *beta[2].plots, *budget[2].plots):
         if path.suffix == ".pdf":

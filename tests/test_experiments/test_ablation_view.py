@@ -17,6 +17,7 @@ from fedloom.experiments.ablation.view import MOST_LINES, TerminalView
 from fedloom.experiments.store.ablations import Ablation, Trial
 from fedloom.experiments.store.trials import End, TrialState
 from fedloom.experiments.terminal import OK, of_run_end
+from tools.screens import Terminal
 
 ID = "20260101-000000-mine-abcdef"
 ROUND = {"stage": "supernet", "round": 2, "rounds_total": 9, "wall_s": 1.0, "metric": 0.51234}
@@ -43,21 +44,17 @@ def states(ablation: Ablation, *names: str) -> list[TrialState]:
     ]
 
 
-def begun(ablation: Ablation, now: Sequence[TrialState], *, terminal: bool) -> tuple[TerminalView, StringIO]:
+def begun(ablation: Ablation, now: Sequence[TrialState]) -> tuple[TerminalView, StringIO]:
     """A view of the ablation, and what it writes."""
     view, written = TerminalView(), StringIO()
-    view.console = Console(
-        file=written, force_terminal=terminal, width=120, soft_wrap=True, highlight=False, color_system=None
-    )
+    view.console = Console(file=written, width=120, soft_wrap=True, highlight=False, color_system=None)
     view.planned(ablation, now, 2, sum(s.state != "done" for s in now))
     return view, written
 
 
-def table(view: TerminalView) -> str:
-    """What the terminal would show now."""
-    written = StringIO()
-    Console(file=written, width=120).print(view._table())
-    return written.getvalue()
+def drawn(view: TerminalView, width: int = 100, height: int = 60) -> list[str]:
+    """What a terminal of this size would show now."""
+    return [line.plain for line in view.lines(width, height)]
 
 
 # -- where there is no terminal ----------------------------------------------------------------------------------------
@@ -65,7 +62,7 @@ def table(view: TerminalView) -> str:
 
 def test_without_a_terminal_there_is_a_line_per_beginning_and_end() -> None:
     ablation = make_ablation(3)
-    view, written = begun(ablation, states(ablation, "done"), terminal=False)
+    view, written = begun(ablation, states(ablation, "done"))
     view.started(1)
     view.round(1, ROUND)
     view.round(1, {**ROUND, "round": 8, "loss": 1.25})
@@ -86,7 +83,7 @@ def test_without_a_terminal_there_is_a_line_per_beginning_and_end() -> None:
 
 def test_a_trial_that_never_began_may_end() -> None:
     ablation = make_ablation(1)
-    view, written = begun(ablation, states(ablation), terminal=False)
+    view, written = begun(ablation, states(ablation))
     view.ended(0, End("refused", "no such file"))
     assert written.getvalue().splitlines()[-1] == "trial    0  lr=0.0 rule=opa seed=1  refused  no such file"
     view.close()
@@ -111,41 +108,62 @@ def test_a_view_may_be_closed_before_anything_was_planned() -> None:
 # -- in a terminal -----------------------------------------------------------------------------------------------------
 
 
-def test_a_terminal_has_a_line_per_trial_kept_up_to_date() -> None:
+def test_a_terminal_has_a_line_per_trial_kept_up_to_date(terminal: Terminal) -> None:
     ablation = make_ablation(3)
-    view, written = begun(ablation, states(ablation, "failed"), terminal=True)
-    try:
+    with terminal, TerminalView() as view:
+        view.planned(ablation, states(ablation, "failed"), 2, 2)
         view.started(1)
-        view.round(1, ROUND)
-        head, *lines = [" ".join(line.split()) for line in table(view).splitlines()]
-    finally:
-        view.close()
-    assert head == "trial setting state at reached time"
-    assert lines[0] == "0 lr=0.0 rule=opa seed=1 failed"
-    assert re.fullmatch(r"1 lr=0.25 rule=opa seed=1 running supernet 3/9 metric 0.5123 \d:\d\d", lines[1])
-    assert lines[2] == "2 lr=0.5 rule=opa seed=1 waiting"
-    assert len(lines) == 3
-    assert "running" in written.getvalue(), "the last state stays when the view is closed"
-    assert "trial    1" not in written.getvalue(), "no lines of a log beside the table"
+        view.round(1, {**ROUND, "loss": 1.25})
+        head, names, *lines = drawn(view)
+        view.ended(1, End("died", "its node is gone"))
+    assert re.fullmatch("─{0,9}━{10}─{20} 1/3 ended in 0:0.: 1 failed, 1 running, 1 waiting", head)
+    assert names.split() == ["trial", "setting", "state", "at", "loss", "metric", "time"]
+    assert [line.split() for line in (lines[0], lines[2])] == [
+        ["0", "lr=0.0", "rule=opa", "seed=1", "failed"],
+        ["2", "lr=0.5", "rule=opa", "seed=1", "waiting"],
+    ]
+    words = ["1", "lr=0.25", "rule=opa", "seed=1", "running", "supernet", "3/9", "1.2500", "0.5123"]
+    assert lines[1].split()[:-1] in (words, words[:-1])
+    assert names.index("metric") + len("metric") == lines[1].index("0.5123") + len("0.5123"), "figures are aligned"
+    shown = [line.rstrip() for line in terminal.screen().display]
+    assert "trial 1 (lr=0.25 rule=opa seed=1) died: its node is gone" in shown, "a failure appears above the view"
+    assert any(re.match(r"1     lr=0.25 rule=opa seed=1 +died", line) for line in shown), "the last state stays"
+    assert not any(line.startswith("trial    1") for line in shown), "no lines of a log beside the view"
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 29), (80, 23), (40, 11)])
+def test_the_view_of_an_ablation_fits_and_keeps_its_height(terminal: Terminal, width: int, height: int) -> None:
+    ablation = make_ablation(60)
+    with terminal, TerminalView() as view:
+        view.planned(ablation, states(ablation), 2, 60)
+        sizes = set()
+        for index in range(20):
+            view.started(index)
+            view.round(index, {**ROUND, "stage": "a stage with a long name", "loss": 12345.678})
+            if index:
+                view.ended(index - 1, End("done"))
+            lines = drawn(view, width, height)
+            sizes.add((len(lines), max(map(len, lines[1:])) <= width))
+            assert lines[1].split()[0] == "trial"
+        assert sizes == {(height, True)}
 
 
 def test_of_many_trials_those_at_work_are_shown_first() -> None:
     ablation = make_ablation(MOST_LINES + 15)
     last = MOST_LINES + 14
-    view, _ = begun(ablation, states(ablation, *["done"] * 20), terminal=True)
-    try:
-        view.started(last)
-        view.started(30)
-        lines = [line.split() for line in table(view).splitlines()[1:]]
-    finally:
-        view.close()
-    assert lines[-1] == ["and", "15", "more"]
-    shown = [int(line[0]) for line in lines[:-1]]
+    view, _ = begun(ablation, states(ablation, *["done"] * 20))
+    view.started(last)
+    view.started(30)
+    *lines, more = (line.split() for line in drawn(view)[2:])
+    assert more == ["and", "15", "more"]
+    shown = [int(line[0]) for line in lines]
     assert len(shown) == MOST_LINES
     assert shown == sorted(shown)
     assert {30, last} <= set(shown)
     assert set(range(20)) <= set(shown), "what has ended goes before what waits"
     assert set(shown) - {last} == set(range(MOST_LINES - 1))
+    view.ended(last, End("done"))
+    assert str(last) in {line.split()[0] for line in drawn(view, height=8)}, "of those that ended the latest"
 
 
 # -- the plan and the end ----------------------------------------------------------------------------------------------
@@ -239,14 +257,13 @@ def test_of_many_failures_the_first_ten_are_named(
     assert lines[10] == "fedloom: and 3 more"
 
 
-def test_the_view_is_closed_when_the_ablation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[bool] = []
-
+def test_the_view_is_closed_when_the_ablation_is_refused(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> AblationEnd:
         raise ValueError("still running")
 
     monkeypatch.setattr(command, "start_ablation", refuse)
-    monkeypatch.setattr(TerminalView, "close", lambda self: closed.append(self.console.quiet))
-    with pytest.raises(ValueError, match="still running"):
+    with pytest.raises(ValueError, match="still running"), terminal:
         command.run_command(make_ablation(1), arguments())
-    assert closed == [False]
+    shown = terminal.screen()
+    assert [line.rstrip() for line in shown.display if line.strip()] == [f"ablation {ID}: looking at 1 trials"]
+    assert not shown.cursor.hidden

@@ -223,7 +223,7 @@ def test_a_developer_can_ask_for_the_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_command_prints_json_on_request() -> None:
     for command in COMMANDS:
-        needed = ["x"] if command in ("resume", "attach", "search", "export") else []
+        needed = ["x"] if command in ("resume", "attach", "search", "export", "new") else []
         assert build_parser(HANDLERS).parse_args([command, "--json", *needed]).json
 
 
@@ -301,7 +301,7 @@ SEEN_ON_A_TERMINAL = """
 import os, pty, subprocess, sys
 mine, its = pty.openpty()
 command = [sys.executable, "-m", "fedloom.experiments.cli", *sys.argv[1:]]
-process = subprocess.Popen(command, stdout=its, stderr=subprocess.DEVNULL)
+process = subprocess.Popen(command, stdout=its, stderr=subprocess.DEVNULL, env={**os.environ, "NO_COLOR": "1"})
 os.close(its)
 said = b""
 try:
@@ -316,7 +316,7 @@ print(repr(said.decode().split("\\r\\n")))
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "experiment=fedavg_digits", "tiers.count=0"], ["preparing the run"]),
+        (["run", "experiment=fedavg_digits", "tiers.count=0"], ["loading torch and the configuration"]),
         (["run", "experiment=fedavg_digits", "tiers.count=0", "--json"], []),
         (["run", "experiment=fedavg_digits", "tiers.count=0", "--quiet"], []),
         (["resume", "2099"], ["looking up the run"]),

@@ -1,6 +1,8 @@
-"""The example clusters: they load, fit what Ray says of such files, and ask for a token."""
+"""The example clusters and containers: they load, fit what Ray says of such files, and ask for a token."""
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ import jsonschema
 import pytest
 import ray.autoscaler
 import yaml
+from ray.scripts import scripts
 
-FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "cluster"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "experiments" / "cluster"
 RAY_SCHEMA = Path(ray.autoscaler.__file__).with_name("ray-schema.json")
 MOUNT = {"name": "shared", "mountPath": "/shared"}
 
@@ -77,3 +81,49 @@ def test_every_pod_has_the_shared_disk_and_the_same_image(resource: dict[str, An
         assert MOUNT in container["volumeMounts"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert [volume["name"] for volume in group["template"]["spec"]["volumes"]] == ["shared"]
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def services() -> dict[str, dict[str, Any]]:
+    loaded: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    return loaded
+
+
+def test_rays_own_command_takes_what_the_containers_give_it(services: dict[str, dict[str, Any]]) -> None:
+    for service in services.values():
+        ray_command, start, *options = service["command"].split()
+        assert (ray_command, start) == ("ray", "start")
+        scripts.start.make_context("start", options)  # raises for an unknown option
+    _, *check = services["head"]["healthcheck"]["test"]
+    assert check[:2] == ["ray", "health-check"]
+    scripts.healthcheck.make_context("health-check", check[2:])
+    assert "--address=head:6379" in services["worker"]["command"]
+    assert services["worker"]["depends_on"] == {"head": {"condition": "service_healthy"}}
+
+
+def test_the_containers_ask_for_a_token_and_open_no_port(services: dict[str, dict[str, Any]]) -> None:
+    for service in services.values():
+        assert service["environment"]["RAY_AUTH_MODE"] == "token"
+        assert service["environment"]["RAY_AUTH_TOKEN_PATH"] == "/run/secrets/ray_token"
+        assert "ports" not in service
+        assert "dashboard-host" not in service["command"]
+    assert "/.ray-token" in (ROOT / ".gitignore").read_text().splitlines()
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*", "what is not named does not get into the image"
+
+
+def test_the_image_has_the_versions_of_the_package_and_no_root() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in re.findall(r'"(torch(?:vision)?>=[^"]+)"', dockerfile):
+        assert requirement in project["dependencies"]
+    python = re.search(r"^ARG PYTHON=(.*)$", dockerfile, re.M)
+    assert python is not None
+    assert f"Programming Language :: Python :: {python[1]}" in project["classifiers"]
+    assert dockerfile.rindex("\nUSER fedloom\n") > dockerfile.rindex("\nRUN "), "nothing of the image runs as root"
+    copied = [line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
+    assert all((ROOT / name).exists() for name in copied)
+    folders = {"tiers", "platform", "actors", "experiments"}
+    assert {*folders, "pyproject.toml", project["readme"], *project["license-files"]} == set(copied)

@@ -22,7 +22,7 @@ def rows(model: str | None, accuracies: list[float], **values: Any) -> pd.DataFr
 
 GROUPS = [
     (("FedorAS",), rows("fine_tuned", [0.5, 0.7], worst_client=0.25)),
-    (("FjORD",), rows("fjord", [0.4, 0.4], total_bytes=2e6, epsilon=1.5)),
+    (("FjORD",), rows("fjord", [0.4, 0.4], total_bytes=2e6, total_macs=4e9, epsilon=1.5)),
     (("waiting",), rows(None, [math.nan])),
 ]
 
@@ -33,20 +33,21 @@ def test_a_row_per_evaluated_setting_without_what_nobody_measured() -> None:
     assert "clients" not in block.heads
     assert (first["method"], first["models"], first["n"]) == ("FedorAS", "4 × fine-tuned", "2")
     assert (first["accuracy %"], first["worst client"], first["epsilon"]) == ("50.0, 70.0", "25.0", "–")
-    assert (second["bytes"], second["total MACs"], second["epsilon"]) == ("2.00 MB", "2.00 G", "1.5")
+    assert (second["bytes"], second["total MACs"], second["epsilon"]) == ("2.00 MB", "4.00 G", "1.5")
 
 
 def test_a_panel_per_cost_and_the_front_through_what_is_not_beaten() -> None:
-    figure = outcomes_figure(GROUPS)
+    figure = outcomes_figure(GROUPS, ("method",))
     assert figure is not None
     labels = [axes.get_xlabel() for axes in figure.axes]
-    assert labels == ["bytes, both ways (MB)", "MACs (G)", "simulated time (h)"]
+    assert labels == ["bytes, both ways (MB)", "MACs (G)"], "both take the same time"
     fronts = [line for line in figure.axes[0].lines if line.get_drawstyle() == "steps-post"]
     # FjORD costs more and is worse.
     assert [(np.array(f.get_xdata()).tolist(), np.array(f.get_ydata()).tolist()) for f in fronts] == [
         ([1.0], [pytest.approx(60.0)])
     ]
     (legend,) = figure.legends
+    assert legend.get_title().get_text() == "method"
     assert [text.get_text() for text in legend.get_texts()] == ["FedorAS", "FjORD"]
 
 
@@ -64,6 +65,7 @@ def test_a_seed_whose_search_found_nothing_is_named() -> None:
     assert block.rows[0][1] == "4 × searched or supernet"
 
 
-def test_one_setting_needs_no_figure() -> None:
+def test_one_setting_or_one_cost_needs_no_figure() -> None:
+    assert outcomes_figure([GROUPS[0], (("the same",), rows("fine_tuned", [0.3]))]) is None
     assert outcomes_figure(GROUPS[:1]) is None
     assert outcomes_figure([GROUPS[0], GROUPS[2]]) is None

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_a_run_has_the_bits_of_the_command_and_its_files_as_values(
     assert {*fl.compare("data.alpha", tmp_path, [run.id, other.id])["value"]} == {"0.1", "1.0"}
     with pytest.raises(ValueError, match=r"no tier 'tier9' in this run: its tiers are tier1, "):
         run.model("tier9")
+    with pytest.raises(ValueError, match=r"keeps several models: choose by model one of tier1-"):
+        run.model()
 
 
 def test_an_error_after_a_round_interrupts_the_run_and_is_raised(tmp_path: Path) -> None:
@@ -95,7 +98,7 @@ def test_errors_are_the_lines_of_the_command(
     assert (tmp_path / "python").exists() is (error is not ValueError)
 
 
-def test_values_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
+def test_values_of_python_are_those_of_the_command_line() -> None:
     values = {"data": {"alpha": np.float32(0.5), "options": {}}, "seeds.data": np.int64(3), "tags": ("a", "b c")}
     assert overrides_of(values) == ["data.alpha=0.5", "data.options={}", "seeds.data=3", 'tags=[a,"b c"]']
     assert overrides_of({"experiment": Path("mine.yaml"), "dry_run": True, "name": None}) == [
@@ -104,9 +107,9 @@ def test_values_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
         "name=null",
     ]
     with pytest.raises(
-        ValueError, match=r"^space.build=<function .*: give a number, text, .* import path, module:name$"
+        ValueError, match=r"^data.alpha=\{1\}: give a number, text, .* a network or a data set of one's own$"
     ):
-        fl.run("fedavg_digits", space={"build": overrides_of}, results=tmp_path)
+        fl.run("fedavg_digits", data={"alpha": {1}})
 
 
 def test_a_started_run_is_watched_stopped_and_tells_how_it_failed(tmp_path: Path) -> None:
@@ -115,10 +118,70 @@ def test_a_started_run_is_watched_stopped_and_tells_how_it_failed(tmp_path: Path
     failing = fl.start("fedavg_digits", **long, **{"method.train.lr": 1e30})
     progress = run.progress
     assert (progress.state, progress.stage, progress.rounds_total) == ("running", "fedavg", 9999)
+    assert 0 <= progress.fraction < 0.5
     with pytest.raises(TimeoutError, match=rf"^run {run.id} goes on after 0.01 s$"):
         run.wait(0.01)
+    while run.progress.left_s is None:
+        time.sleep(0.05)
+    progress = run.progress
+    assert progress.left_s is not None
+    assert progress.left_s > 1
     assert run.stop().status == "interrupted"
     with pytest.raises(fl.RunFailedError, match=r"^run failed: the training diverged"):
         failing.wait()
     with pytest.raises(ValueError, match=r"^unknown configuration key 'sed'; did you mean 'seed'\?$"):
         fl.start("fedavg_digits", sed=1)
+
+
+def test_an_ablation_has_the_bits_of_its_runs_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"none": {}, "prox": {"method": {"train": {"local_rule": "fedprox", "options": {"mu": 1.0}}}}}
+    over = {"data.alpha": [0.1, 10.0], "rule": settings}
+    ablation = fl.ablate("fedavg_digits", over, seeds=[2], **TINY, results=tmp_path)
+    assert len(capsys.readouterr().out.splitlines()) == 9, "the plan, and the start and the end of each trial"
+    changes = {**TINY, **settings["prox"], "method.train.rounds": 2, "data.alpha": 10.0}
+    alone = fl.run("fedavg_digits", **_merged(changes), seed=2, results=tmp_path, quiet=True)
+    assert ablation.runs[-1].config["method"] == alone.config["method"]
+    assert ablation.runs[-1].evaluations["value"].equals(alone.evaluations["value"])
+    compared = ablation.compare()
+    assert compared[["alpha", "rule", "n"]].values.tolist() == [
+        [alpha, rule, 1] for alpha in (0.1, 10.0) for rule in ("none", "prox")
+    ]
+    assert compared["mean"].tolist() == ablation.table["accuracy"].tolist()
+    assert ablation.compare("rule")["n"].tolist() == [1, 1], "a seed counts once"
+    assert ablation.report().html.is_file()
+    with pytest.raises(ValueError, match=r"has no axis 'alhpa'; its axes are alpha, rule$"):
+        ablation.compare("alhpa")
+
+
+def _merged(changes: dict[str, Any]) -> dict[str, Any]:
+    train = {**TRAIN, **changes["method"]["train"]}
+    return {**changes, "method": {"train": train}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"over": {"data.alhpa": [1]}}, r"unknown configuration key 'data.alhpa'; did you mean 'data.alpha'\?$"),
+        ({"over": {"data.alpha": 1}}, r"^over={'data.alpha': 1}: give a list of values, or settings by name, as dict"),
+        ({"over": {"method.lr": [1], "data.lr": [2]}}, "two of these keys end alike: vary them as settings by name$"),
+        ({"over": {"data.alpha": {"uniform": [1, 2]}}}, "a range is for ablation.search.kind=random; a grid needs val"),
+        ({"ablation": "alpah"}, "^ablation=alpah: no such ablation; did you mean 'alpha'"),
+        ({"ablation": "alpha", "over": {"data.alpha": [1]}}, "^give either over= or ablation=alpha"),
+        ({"ablation": {"search": {}}}, "^give what is varied: over="),
+        ({"over": {"data.alpha": [1]}, "seed": 3}, "^seed=3: an ablation has several seeds"),
+        ({"over": {"data.alpha": [1]}, "seeds": [1, 1]}, r"^ablation.seeds=\[1, 1\]: give one or more different"),
+    ],
+    ids=["key", "number", "alike", "range", "preset", "both", "neither", "seed", "twice"],
+)
+def test_an_ablation_that_cannot_be_is_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=line):
+        fl.ablate("fedavg_digits", **{**TINY, **changes}, results=tmp_path / "results", quiet=True)
+    assert not (tmp_path / "results").exists()
+
+
+def test_an_ablation_that_fails_says_what_goes_on_with_it(tmp_path: Path) -> None:
+    line = (
+        r"^trial 0 \(lr=1e\+30 seed=1\) failed: the training diverged.*; ablation failed \(1 failed\); go on with: fed"
+    )
+    with pytest.raises(fl.RunFailedError, match=line):
+        fl.ablate("fedavg_digits", {"method.train.lr": [1e30]}, seeds=[1], **TINY, results=tmp_path, quiet=True)

@@ -332,7 +332,7 @@ def test_the_page_the_json_and_the_figures_of_several_runs(tmp_path: Path, colou
     for name in ("accuracy-macs", "search", "beta", "cost"):
         assert colours(plots[name].read_bytes()) > 50, name
     page = files.markdown.read_text()
-    assert "| macs=260 | d=" in page
+    assert "| macs=260 | blocks " in page
     assert "| FedAvg | d=1,1 e=1.5 alone | 400 B | 200 B | 2.00× |" in page
     assert "| ifedavg | trained alone d=0,0 e=0.5 | 2 |" in page
     values = report_json(tmp_path, runs)

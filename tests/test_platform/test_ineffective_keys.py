@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.ineffective_keys import keys_without_effect
 from fedloom.platform.federation.training_config import TrainingConfig
@@ -69,6 +69,23 @@ CHOICE = ["method.train.selection=power_of_choice"]
 )
 def test_what_has_no_effect_is_named_with_the_key_that_says_so(given: list[str], lines: list[str]) -> None:
     assert [*keys_without_effect(compose_config(["experiment=fedavg_digits", *given]))] == lines
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["attack.name=sign_flip"], ["attack.name=sign_flip has no effect with attack.share=0.0: it is for attackers"]),
+        (["attack.name=sign_flip", "attack.share=0.2"], []),
+        (["attack.name=alie"], []),  # is among those above
+        ([], []),
+    ],
+)
+def test_an_attack_that_is_the_default_is_said_to_have_no_attackers(
+    given: list[str], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = ["experiment=fedavg_digits", *given]
+    tell_of_attack(compose_config(overrides), overrides)
+    assert caplog.messages == said
 
 
 def test_it_is_said_once_at_the_start_and_is_in_the_log(

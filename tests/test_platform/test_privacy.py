@@ -22,7 +22,7 @@ from fedloom.platform.federation.processing import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
-from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.registry import METHODS, build_stages
 from fedloom.platform.spaces.slices import Region, Slice
 
 Make = Callable[..., RunConfig]
@@ -361,9 +361,7 @@ def test_unbounded_influence_is_refused_in_one_line(train: dict[str, Any], said:
         refused(TrainingConfig(**train, privacy=PrivacyConfig(clip=1.0, noise=1.0)))
 
 
-def test_further_mistakes_are_refused(tiny_config: Make, silo_config: Make) -> None:
-    from fedloom.platform.methods.ditto import DittoConfig
-
+def test_further_mistakes_are_refused(tiny_config: Make) -> None:
     lonely = TrainingConfig(privacy=PrivacyConfig(noise=1.0))
     with pytest.raises(ValueError, match=r"privacy\.noise=1 needs method\.train\.privacy\.clip, its unit"):
         refused(lonely)
@@ -374,14 +372,22 @@ def test_further_mistakes_are_refused(tiny_config: Make, silo_config: Make) -> N
         away = replace(private(tiny_config, 1.0, 1.0), devices=devices)
         with pytest.raises(ValueError, match="with devices that may be away no client's probability is known"):
             build_stages(build_world(away))
-    ditto = silo_config(DittoConfig())
-    ditto.method.train = replace(ditto.method.train, weighting="plain", privacy=PrivacyConfig(clip=1.0))
-    world = build_world(ditto)
-    stage = build_stages(world)[0]
-    from fedloom.platform.federation.algorithm import RunState
 
-    with pytest.raises(ValueError, match="send more than the change of one network"):
-        stage.plan(stage.begin(RunState()))
+
+@pytest.mark.parametrize("method", ["apfl", "ditto", "pfedme", "fedproto", "local_adaptation"])
+@pytest.mark.parametrize(
+    "changes", [{"processors": ["sparsify"], "options": {"share": 0.5}}, {"privacy": PrivacyConfig(secure=True)}]
+)
+def test_what_acts_on_one_update_is_refused_before_a_run_where_clients_send_more(
+    method: str, changes: dict[str, Any], silo_config: Make
+) -> None:
+    config = silo_config(METHODS[method].config())
+    config.method.train = replace(config.method.train, **changes)
+    message = r"^method\.train\.use_validation=true: privacy and processors act on .* set it to false$"
+    if method != "local_adaptation":
+        message = f"^privacy and processors: the clients of {method} send more than the change of one network"
+    with pytest.raises(ValueError, match=message):
+        build_stages(build_world(config))
 
 
 def test_masks_and_noise_are_not_combined() -> None:

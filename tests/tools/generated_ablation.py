@@ -10,7 +10,7 @@ import numpy as np
 
 from fedloom.experiments.ablation.plan import plan_ablation
 from fedloom.experiments.analysis.ablation import axis_value
-from fedloom.experiments.analysis.subnets import space_of
+from fedloom.experiments.analysis.architectures import space_of
 from fedloom.experiments.store.ablations import Ablation, Trial, write_ablation
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile
@@ -143,6 +143,9 @@ def _add_rest(writer: RunWriter, trial: Trial, candidates: int, rng: np.random.G
     if trial.config["method"]["name"] == "superfednas":
         for place, architecture in enumerate(_family(trial)):
             _add_evaluation(writer, trial, place, "supernet", "server", architecture)
+        return
+    if "search" not in trial.config["method"]:
+        _add_evaluation(writer, trial, 0, "fedavg", "all", "0")
         return
     for place, tier in enumerate(TIERS):
         _add_search(writer, tier, planted(trial, place) - 0.1, candidates, rng)

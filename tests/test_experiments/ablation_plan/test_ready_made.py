@@ -147,11 +147,17 @@ AXES: dict[str, tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
     ),
     "robust": (
         {
-            "attackers": (0.0, 0.2, 0.4),
+            "attack": (
+                "none",
+                *(
+                    f"{attack} {share} %"
+                    for attack in ("label flip", "sign flip", "Gaussian", "ALIE", "inner product")
+                    for share in (20, 40)
+                ),
+            ),
             "rule": ("mean", "median", "trimmed mean", "Krum", "Multi-Krum", "Bulyan", "RFA", "norm bound"),
-            "attack": ("label flip", "sign flip", "Gaussian", "ALIE", "inner product"),
         },
-        {"attackers": 0.0, "rule": "mean"},
+        {"attack": "none", "rule": "mean"},
     ),
     "search": (
         {"searcher": ("nsga2", "random", "federated"), "validation_share": (1.0, 0.5, 0.2)},
@@ -234,7 +240,7 @@ def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
         "optimisers_tuning": 54,
         "participation": 6,
         "personal": 90,
-        "robust": 360,
+        "robust": 264,
         "search": 18,
         "selection": 15,
         "shrinking": 15,

@@ -1,6 +1,5 @@
 """Summaries: literal numbers over the seeds of a setting."""
 
-import json
 import math
 from typing import Any
 
@@ -66,19 +65,3 @@ def test_each_subnet_of_a_family_and_each_kind_of_silos_model_has_a_row(runs: An
         ("personal", "all", "", 0.7),
     ]
     assert frame["macs_mean"].tolist()[:2] == [10, 90]
-
-
-@pytest.mark.parametrize(
-    ("space", "text"),
-    [
-        ("cnn_digits", "3× identity, ds(3,1), mb(1,2)"),
-        ("my_spaces:build", "8-8-8-2-4"),  # reading results imports nothing that they name
-        ("gone", "8-8-8-2-4"),
-        ("cnn_cifar", "8-8-8-2-4"),  # of another version: it has more layers
-    ],
-)
-def test_architectures_are_told_in_the_space_s_words(runs: Any, space: str, text: str) -> None:
-    writer = runs.begin("r1", 1)
-    writer.update_run(config=json.dumps({"space": {"name": space}}))
-    writer.close()
-    assert analysis.decoded(analysis.load(runs.root), "r1", "8-8-8-2-4") == text

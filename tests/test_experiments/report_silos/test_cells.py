@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from fedloom.experiments.analysis.architectures import subspace_of
 from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.report import cells
-from fedloom.experiments.report.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source, parse
+from fedloom.experiments.report.cells import Cell, CellEdge, cell_edges, darts_space_of, dot_source
 from fedloom.experiments.report.drawing import png
 from fedloom.platform.spaces.darts import DartsSpace
 
@@ -20,7 +21,7 @@ CELL = Cell("silo 0", 4, EDGES)
 
 
 def test_cells_hold_the_kept_operators_of_their_type(darts_space: DartsSpace) -> None:
-    kept = parse(darts_space, "0//1/0,1/1/0/0/0/0/")
+    kept = subspace_of(darts_space, "0//1/0,1/1/0/0/0/0/")
     assert kept == ((0,), (), (1,), (0, 1), (1,), (0,), (0,), (0,), (0,), ())
     assert cell_edges(darts_space, kept, "normal") == (
         CellEdge(0, 2, ("skip_connect",)),
@@ -29,12 +30,12 @@ def test_cells_hold_the_kept_operators_of_their_type(darts_space: DartsSpace) ->
         CellEdge(2, 3, ("sep_conv_3x3",)),
     )
     assert len(cell_edges(darts_space, kept, "reduction")) == 4
-    assert parse(darts_space, "0-1-0-1-0-1-0-1-0-1") == tuple((i % 2,) for i in range(10))
+    assert subspace_of(darts_space, "0-1-0-1-0-1-0-1-0-1") == tuple((i % 2,) for i in range(10))
 
 
 @pytest.mark.parametrize("text", ["0", "0/1", "x/" * 10, "/".join(["7"] * 10), "1,0/" * 9 + "0"])
 def test_texts_of_other_spaces_are_no_cells(text: str, darts_space: DartsSpace) -> None:
-    assert parse(darts_space, text) is None
+    assert subspace_of(darts_space, text) is None
 
 
 @pytest.mark.parametrize("space", [{"name": "resnet18"}, {"name": "nobody_knows"}, {"name": "darts_s2", "future": 1}])

@@ -130,5 +130,5 @@ def test_several_modules_per_edge_are_no_unfinished_search_where_nothing_is_sear
     assert said_of(silos, "r1") == ""
     assert said_of(silos, "r2") == "the search ended with edges left to be searched in every silo"
     assert phases(load(silos.root, ["r1"])) == []
-    for run_id, braces in (("r1", "several that are used together"), ("r2", "what is undecided")):
-        assert f"braces hold {braces}" in write_report(silos.root, [run_id]).markdown.read_text()
+    for run_id, bars in (("r1", "that are used together"), ("r2", "that are undecided")):
+        assert f"bars separate operators {bars}" in write_report(silos.root, [run_id]).markdown.read_text()

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.experiments.analysis.silos import Phases, in_short, is_decided, latest_architectures, phases
+from fedloom.experiments.analysis.silos import Phases, is_decided, latest_architectures, phases
 from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.report.silos import spans_of
 from fedloom.platform.methods.silo_search import is_settled
@@ -99,7 +99,3 @@ def test_a_running_search_shows_its_latest_architectures(silos: Any) -> None:
     writer.add_training([(silos.UNDECIDED,) * 3, (silos.HALF, silos.DECIDED, silos.HALF)])
     writer.close()
     assert latest_architectures(load(silos.root))["architecture"].tolist() == [silos.HALF, silos.DECIDED, silos.HALF]
-
-
-def test_architectures_in_little_room() -> None:
-    assert in_short("0/1//0,1/1/0") == "01. {01}10"

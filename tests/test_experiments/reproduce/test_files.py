@@ -81,6 +81,8 @@ def test_a_whole_file(load: Load) -> None:
         ("claims/0/at_least/value", None, "at_least: value is missing"),
         ("claims/0/at_most", {"of": "a", "value": 3}, "has 2 checks: give one of greater"),
         ("claims/0/scales", ["huge"], "there is no scale 'huge'"),
+        ("claims/0/needs", "trained", "claims 1: needs: there is no regime 'trained'"),
+        ("regimes", {"trained": {"text": "x", "at_least": {"of": "b", "value": 1}}}, "regimes: trained: there is no"),
         ("claims/0/band", {"of": "a", "target": 1, "tolerance": 1}, "has 2 checks"),
         ("claims", [{"text": "x", "band": {"of": "a", "target": 1, "tolerance": "much"}}], "a share such as 10 %"),
         ("claims", [{"text": "x", "monotone": {"of": "a", "order": ["s"]}}], "give at least two settings or places"),

@@ -47,6 +47,10 @@ def test_a_setting_may_change_what_the_scale_overrides() -> None:
     )
 
 
+def test_a_claim_that_counts_elsewhere_names_an_item(item: Item) -> None:
+    assert {claim.counted_in for claim in item.claims} <= {"", *NAMES} - {item.name}
+
+
 def reads(item: Item) -> Iterator[Read]:
     return (q.source for q in item.quantities.values() if isinstance(q.source, Read))
 

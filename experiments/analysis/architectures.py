@@ -1,0 +1,150 @@
+"""Architectures as a person reads them: operators, blocks and widths, or the cells of a node, instead of numbers."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from fedloom.experiments.analysis.tables import Tables, configuration
+
+if TYPE_CHECKING:
+    from fedloom.platform.spaces.base import SearchSpace
+    from fedloom.platform.spaces.darts import DartsSpace
+    from fedloom.platform.spaces.operator_choice import NamedOperatorSpace
+    from fedloom.platform.spaces.slices import Subspace
+
+Decoder = Callable[[str], str]
+"""Turns an architecture as the tables have it into words."""
+
+SHORT = {
+    "sep_conv_3x3": "sep3",
+    "sep_conv_5x5": "sep5",
+    "dil_conv_3x3": "dil3",
+    "dil_conv_5x5": "dil5",
+    "max_pool_3x3": "max",
+    "avg_pool_3x3": "avg",
+    "skip_connect": "skip",
+}
+"""Short names of the operators of cells, of which an architecture has dozens."""
+
+
+def decoder(config: Mapping[str, Any]) -> Decoder:
+    """What turns the architectures of runs with this stored configuration into words.
+
+    It takes the text of the columns `architecture` and `subspace` and returns
+    - the operators in order for a supernet of operators: "8-8-2" is "2× conv(3), identity", and of a layer that keeps
+      several, "conv(3)|identity" ("0,1/0" is "conv(3)|identity, conv(3)");
+    - the blocks per stage and their widths for elastic networks: "blocks 3/2/4/3; expansions 0.14", where a stage whose
+      blocks differ lists them ("expansions 0.1,0.25/0.14/...");
+    - for every node of a cell the sum of its inputs: "normal: 0 = sep3(c_k-2) + skip(c_k-1), 1 = ...";
+    - the space's label for others, such as "p=0.25", and its name if it has no choice;
+    - the text itself where there is no better one, for spaces of the user's own (reading results runs no code that they
+      name), and for what this version does not know.
+
+    The space is built with the first call, which imports torch; every text is turned only once.
+    """
+    spaces: list[SearchSpace | None] = []
+
+    @cache
+    def decode(text: str) -> str:
+        if not spaces:
+            spaces.append(space_of(config))
+        return text if spaces[0] is None else _words(spaces[0], text)
+
+    return decode
+
+
+def decoded(tables: Tables, run_id: str, architecture: str) -> str:
+    """An architecture of a run in words; see `decoder`."""
+    return decoder(configuration(tables, run_id))(architecture)
+
+
+def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
+    """The space of a stored configuration; None if it has none, the user's own, or one this version cannot build."""
+    # Imported here, because torch takes seconds to load and other reports do not need it.
+    from fedloom.platform.plugins import is_import_path
+    from fedloom.platform.spaces.registry import build_space
+    from fedloom.platform.spaces.space_config import SpaceConfig, stored_space
+
+    stored = config.get("space")
+    if stored is None or not set(stored) <= {f.name for f in fields(SpaceConfig)}:
+        return None
+    own = (stored.get("name"), stored.get("build"), *stored.get("options", {}).values())
+    if any(is_import_path(value) for value in own if isinstance(value, str)):
+        return None
+    try:
+        return build_space(stored_space(stored))
+    except ValueError:
+        return None
+
+
+def _words(space: "SearchSpace", text: str) -> str:
+    from fedloom.platform.spaces.darts import DartsSpace
+    from fedloom.platform.spaces.elastic import ElasticSpace
+    from fedloom.platform.spaces.operator_choice import NamedOperatorSpace
+
+    if space.num_architectures == 1:
+        return space.name
+    if isinstance(space, NamedOperatorSpace):
+        subspace = subspace_of(space, text)
+        if subspace is None:
+            return text
+        if isinstance(space, DartsSpace):
+            return "; ".join(_cells(space, subspace))
+        layers = zip(space.operator_names, subspace, strict=True)
+        return _in_order("|".join(names[option] for option in row) or "none" for names, row in layers)
+    try:
+        architecture = space.parse(text)
+    except ValueError:
+        return text  # written with another version of the space
+    if isinstance(space, ElasticSpace):
+        meaning = space.meaning(architecture)
+        depths = "/".join(map(str, meaning["depths"]))
+        return "; ".join([f"blocks {depths}", *(f"{name} {_widths(meaning[name])}" for name in space.design.widths)])
+    return space.label(architecture) or text
+
+
+def subspace_of(space: "NamedOperatorSpace", text: str) -> "Subspace | None":
+    """The kept operators per decision, from "0,1/0//1" or an architecture "0-1-0-1"; None if the text does not fit."""
+    pieces = text.split("/") if "/" in text else text.split("-")
+    try:
+        subspace = tuple(tuple(int(option) for option in piece.split(",") if option) for piece in pieces)
+        space.validate_subspace(subspace)
+    except ValueError:
+        return None
+    return subspace
+
+
+def _in_order(names: Iterable[str]) -> str:
+    counted = [(name, len([*same])) for name, same in groupby(names)]
+    return ", ".join(name if count == 1 else f"{count}× {name}" for name, count in counted)
+
+
+def _widths(stages: Sequence[Sequence[float]]) -> str:
+    """The widths of the blocks of every stage, equal ones once."""
+    if len({width for stage in stages for width in stage}) == 1:
+        return f"{stages[0][0]:g}"
+    return "/".join(
+        f"{stage[0]:g}" if len(set(stage)) == 1 else ",".join(f"{width:g}" for width in stage) for stage in stages
+    )
+
+
+def node_label(node: int, nodes: int) -> str:
+    """The name of a cell's node among two inputs, `nodes` inner nodes and the output."""
+    return ("c_k-2", "c_k-1", *map(str, range(nodes)), "c_k")[node]
+
+
+def _cells(space: "DartsSpace", subspace: "Subspace") -> Iterator[str]:
+    """Per type of cell: every inner node as the sum of operators of its inputs; pruned edges are left out."""
+    from fedloom.platform.spaces.darts import CELL_TYPES
+
+    nodes = space.design.nodes
+    for cell_type in CELL_TYPES:
+        terms: dict[int, dict[str, list[str]]] = {node: {} for node in range(2, nodes + 2)}
+        for (source, node), decision in zip(space.edges(cell_type), space.decisions(cell_type), strict=True):
+            names = (space.operator_names[decision][option] for option in subspace[decision])
+            if operators := "|".join(SHORT.get(name, name) for name in names):
+                terms[node].setdefault(operators, []).append(node_label(source, nodes))
+        sums = (" + ".join(f"{name}({', '.join(of)})" for name, of in each.items()) or "0" for each in terms.values())
+        yield f"{cell_type}: " + ", ".join(f"{node} = {each}" for node, each in enumerate(sums))

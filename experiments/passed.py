@@ -1,0 +1,321 @@
+"""What is passed from Python as it is where a name is taken: code, objects, networks and data sets.
+
+- A function or class becomes `module:name`, which other processes import from where this one did.
+- An object of a module becomes `module:name`, too; others, and `functools.partial`, their class or function and its
+  options.
+- A network becomes a file of its structure and weights (see `as_is`), a data set a file of its arrays (see `npz`). They
+  lie in `passed` in the results folder, and are called by the hash of their content, so that the configuration tells
+  what was passed: other data are another configuration.
+
+What no other process could import (a lambda, what a notebook's cell or a script defines) is refused.
+"""
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from fedloom.platform.data.arrays import Arrays, named
+from fedloom.platform.data.artefact import AnyArray
+from fedloom.platform.plugins import keyword_options
+from fedloom.platform.results.files import publish, temporary_path
+from fedloom.platform.results.store import local_root
+from fedloom.platform.runs.source_code import PluginSources
+from fedloom.platform.spaces.as_is import BUILD, import_path, packed
+from fedloom.platform.words import said, shown
+
+FOLDER = "passed"
+"""The folder of the files in the results."""
+INTO_A_FILE = "into a file (in a notebook by a cell that begins with %%writefile my_code.py) and import it"
+_SPACE = ("space", "space.name", "space.build")
+_DATA = ("data", "data.dataset")
+_DIGITS = 16
+
+
+@contextmanager
+def names_in(changes: Mapping[str, Any]) -> Iterator["Names"]:
+    """What these values are called; `values` are those of the configuration.
+
+    Files are written as names are asked for, and removed again if the block raises ValueError: it refuses the run.
+    """
+    flat = dict(_flat(changes))
+    names = Names(flat, local_root(str(flat.get("results", "results"))) / FOLDER)
+    try:
+        yield names
+    except ValueError:
+        names.remove()
+        raise
+
+
+def check_current(sources: PluginSources) -> None:
+    """Raises ValueError for a module of one's own whose file has changed since this process imported it.
+
+    Workers would import the new one, and the run would keep its source.
+    """
+    for name, file in sources.files.items():
+        module = sys.modules.get(name)
+        if module is None or file.suffix != ".py":
+            continue
+        compiled = {*_code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True))}
+        functions = [f for v in vars(module).values() for f in (vars(v).values() if inspect.isclass(v) else [v])]
+        for function in filter(inspect.isfunction, functions):
+            of_file = function.__module__ == name and Path(function.__code__.co_filename).resolve() == file
+            if of_file and function.__code__ not in compiled:
+                raise ValueError(
+                    f"{file} has changed since it was imported here: importlib.reload({name}), import it again, "
+                    "or restart Python"
+                )
+
+
+def _code_in(code: Any) -> Iterator[Any]:
+    yield code
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _code_in(constant)
+
+
+def _flat(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether the value stands for itself in a configuration."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(is_plain, value.values()))
+    return value is None or isinstance(value, str | bool | int | float | np.generic | np.ndarray | os.PathLike)
+
+
+class Names:
+    """Names for what is passed as it is, beside other values by dotted keys; files go into a folder."""
+
+    def __init__(self, flat: Mapping[str, Any], folder: Path) -> None:
+        self._flat, self._folder = flat, folder
+        self._has_space = isinstance(flat.get("space.name"), str)
+        self._written: list[Path] = []
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The plain values of a configuration by dotted keys; ValueError, with what to do, for what has no name."""
+        return {name: v for key, value in self._flat.items() for name, v in self.of(key, value).items()}
+
+    def of(self, key: str, value: Any) -> dict[str, Any]:
+        """The keys and plain values that stand for the value of a key, or of a group of keys."""
+        if isinstance(value, Mapping) and value:
+            return {
+                n: v for inner, each in _flat(value, f"{key}." if key else "") for n, v in self.of(inner, each).items()
+            }
+        if is_plain(value):
+            return {key: value}
+        if key in _DATA and (arrays := _arrays(key, value)) is not None:
+            return {"data.dataset": "npz", "data.options.path": self._stored_arrays(arrays, _kind(value))}
+        if isinstance(value, nn.Module):
+            return self._network(key, value)
+        if isinstance(value, list | tuple):  # of processors
+            parts = [("", {}) if is_plain(each) else _code(key, each) for each in value]
+            names = [name or each for (name, _), each in zip(parts, value, strict=True)]
+            return {key: names, **{f"{_options(key)}.{n}": v for _, options in parts for n, v in options.items()}}
+        name, options = _code(key, value)
+        if key in _SPACE and (key == "space.build" or (inspect.isclass(value) and issubclass(value, nn.Module))):
+            return {**self._of_module_space(name), **{f"space.options.{n}": v for n, v in options.items()}}
+        return {key: name, **{f"{_options(key)}.{n}": v for n, v in options.items()}}
+
+    def remove(self) -> None:
+        """Removes the files that were not there before, and the folders that are empty then."""
+        for file in self._written:
+            file.unlink(missing_ok=True)
+        for folder in (self._folder, self._folder.parent) if self._written else ():
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def _of_module_space(self, build: str) -> dict[str, Any]:
+        return {**({} if self._has_space else {"space.name": "module"}), "space.build": build}
+
+    def _network(self, key: str, network: nn.Module) -> dict[str, Any]:
+        if key not in _SPACE:
+            raise ValueError(f"{key} takes no network: give the function that builds it")
+        try:
+            content, code = packed(network)
+        except ValueError as error:
+            raise ValueError(
+                f"{key}: this {_kind(network)} cannot be passed as it is: {said(error, 300)}; pass its class, or a "
+                "function that builds it, from a file that can be imported"
+            ) from error
+        file = self._file(f"{_kind(network)}-{sha256(content).hexdigest()[:_DIGITS]}.safetensors")
+        if not file.exists():
+            with self._new(file) as temporary:
+                temporary.write_bytes(content)
+        options: dict[str, Any] = {"space.options.path": str(file)}
+        return {**self._of_module_space(BUILD), **options, **({"space.options.code": code} if code else {})}
+
+    def _stored_arrays(self, arrays: Mapping[str, AnyArray], kind: str) -> str:
+        digest = sha256()
+        for name, array in arrays.items():
+            digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        file = self._file(f"{kind}-{digest.hexdigest()[:_DIGITS]}.npz")
+        if not file.exists():
+            with self._new(file) as temporary, temporary.open("wb") as stream:
+                np.savez(stream, **arrays)  # type: ignore[arg-type]  # its keywords are arrays
+        return str(file)
+
+    def _file(self, name: str) -> Path:
+        return self._folder.absolute() / name
+
+    @contextmanager
+    def _new(self, file: Path) -> Iterator[Path]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._written.append(file)
+        temporary = temporary_path(file)
+        try:
+            yield temporary
+            publish(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _kind(value: Any) -> str:
+    return type(value[0] if isinstance(value, list | tuple) else value).__name__.lower()
+
+
+# -- code and objects --------------------------------------------------------------------------------------------------
+
+
+def _options(key: str) -> str:
+    """The key of the options of the component that a key names."""
+    section = key.rpartition(".")[0].removesuffix(".distribution").removesuffix(".shares")
+    return f"{section}.options" if section else f"{key}.options"
+
+
+def _code(key: str, value: Any) -> tuple[str, dict[str, Any]]:
+    """The import path of what was passed, and the options that it was made with."""
+    if isinstance(value, functools.partial):
+        name, _ = _code(key, value.func)
+        if value.args or not all(map(is_plain, value.keywords.values())):
+            raise ValueError(f"{key}: give partial({called(value.func)}, ...) its options by keyword, as plain values")
+        return name, dict(value.keywords)
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return _importable(key, value), {}
+    for module in (sys.modules.get(type(value).__module__), *list(sys.modules.values())):
+        if isinstance(module, ModuleType) and module.__name__ != "__main__":
+            for name, each in list(vars(module).items()):
+                if each is value and not name.startswith("_"):
+                    return f"{module.__name__}:{name}", {}
+    return _remade(key, value)
+
+
+def called(code: Any) -> str:
+    """The name of a function or class."""
+    return str(getattr(code, "__qualname__", type(code).__name__))
+
+
+def _importable(key: str, code: Any) -> str:
+    path, name = import_path(code), called(code)
+    if path is not None:
+        return path
+    module = str(getattr(code, "__module__", None))
+    if "<lambda>" in name:
+        problem = f"{key} is a lambda, which no other process can import: write a function {INTO_A_FILE}"
+    elif "<locals>" in name:
+        problem = (
+            f"{key}: {name} is defined in a function, where no other process can import it: write it {INTO_A_FILE}"
+        )
+    elif module == "__main__":
+        where = "a notebook's cell" if "IPython" in sys.modules else "the program itself"
+        problem = f"{key}: {name} is defined in {where}, where no other process can import it: write it {INTO_A_FILE}"
+    else:
+        problem = (
+            f"{key}: this {name} is not what {module}:{name} is now, as after importlib.reload: import it from there "
+            "again"
+        )
+    raise ValueError(problem)
+
+
+def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
+    """The class of an object and those of its attributes that are the class's options, if they make an equal one."""
+    cls = type(value)
+    if cls.__module__ == "builtins":
+        raise ValueError(
+            f"{key}={shown(value, repr)}: give a number, text, True, False or None, a list or dictionary of these, or "
+            "where a name is taken code, a network or a data set of one's own"
+        )
+    path, names = _importable(key, cls), keyword_options(cls)
+    attributes = getattr(value, "__dict__", {})
+    options = {name: attributes[name] for name in names if name in attributes}
+    try:
+        is_whole = all(map(is_plain, options.values())) and vars(cls(**options)) == attributes
+    except (TypeError, ValueError):  # it takes other arguments, or holds arrays
+        is_whole = False
+    if not is_whole:
+        raise ValueError(
+            f"{key}={shown(value, repr)}: {cls.__name__} and its options do not tell all that this object holds: pass "
+            f"the class, and the options by {_options(key)}"
+        )
+    return path, options
+
+
+# -- data sets ---------------------------------------------------------------------------------------------------------
+
+
+def _arrays(key: str, value: Any) -> dict[str, AnyArray] | None:
+    """The arrays of a data set, or of a pair for training and testing, by their names in the file; None for others."""
+    if isinstance(value, Arrays):
+        if (value.scale, value.mean, value.std) != (None, None, None):
+            raise ValueError(f"{key}: Arrays with scale, mean or std come from a function of one's own: pass that")
+        parts = {"train": value.train, **({} if value.test is None else {"test": value.test})}
+        names = value.class_names
+    else:
+        pair = value if isinstance(value, list | tuple) else [value]
+        if not 1 <= len(pair) <= 2 or not all(isinstance(part, Dataset) for part in pair):
+            return None
+        parts = {name: _stacked(key, part) for name, part in zip(("train", "test"), pair, strict=False)}
+        classes = getattr(pair[0], "classes", None)  # of torchvision's
+        names = classes if isinstance(classes, list | tuple) and all(isinstance(c, str) for c in classes) else None
+    arrays = {} if names is None else {"class_names": np.array([str(name) for name in names])}
+    for part, content in parts.items():
+        for kind, tree in zip(("x", "y", "clients"), content, strict=False):
+            array_of = {n: np.asarray(a) for n, a in tree.items()} if isinstance(tree, Mapping) else np.asarray(tree)
+            arrays |= {f"{part}_{name}": array for name, array in named(kind, array_of).items()}
+    return arrays
+
+
+def _stacked(key: str, dataset: "Dataset[Any]") -> Sequence[Any]:
+    """The inputs, labels and, if there are any, clients of all samples."""
+    if isinstance(dataset, TensorDataset):
+        return [tensor.numpy(force=True) for tensor in dataset.tensors]
+    sized: Any = dataset
+    samples = [sized[i] for i in range(len(sized))] if hasattr(sized, "__len__") else list(sized)
+    what = f"{key}: {type(dataset).__name__}"
+    for number, sample in enumerate(samples):
+        if not isinstance(sample, list | tuple) or len(sample) not in (2, 3):
+            raise ValueError(f"{what}[{number}] is {type(sample).__name__}: give (x, y), or (x, y, client)")
+    if not samples:
+        raise ValueError(f"{what} has no samples")
+    columns = zip(("inputs", "labels", "clients"), zip(*samples, strict=True), strict=False)
+    return [_column(f"{what}: the {name}", column) for name, column in columns]
+
+
+def _column(what: str, values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return {name: _column(f"{what} {name}", [value[name] for value in values]) for name in values[0]}
+    arrays = [value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value) for value in values]
+    shapes = {array.shape for array in arrays}
+    if len(shapes) > 1 or arrays[0].dtype == object:
+        kinds = f"of {len(shapes)} shapes, such as {' and '.join(map(str, sorted(shapes)[:2]))}"
+        raise ValueError(f"{what} are {kinds if len(shapes) > 1 else 'no arrays'}: give numbers of one shape")
+    return np.stack(arrays)

@@ -1,0 +1,72 @@
+"""The notebooks of the documentation: short, executed as they are stored, and what they show lives in one output."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from tools.notebooks import FOLDER, executed
+
+TASKS = {
+    "first_steps": ("run", "compare", "plot", "load"),
+    "own_data_and_method": ("own-data", "own-method"),
+}
+MOST_LINES = 12
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_each_task_of_a_notebook_takes_at_most_twelve_lines(name: str) -> None:
+    lines = dict.fromkeys(TASKS[name], 0)
+    for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells:
+        for tag in cell.metadata.get("tags", ()):
+            lines[tag.removeprefix("task-")] += sum(bool(line.strip()) for line in cell.source.splitlines())
+    assert all(0 < count <= MOST_LINES for count in lines.values()), lines
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_notebook_runs_and_shows_what_is_stored(name: str, tmp_path: Path) -> None:
+    file = FOLDER / f"{name}.ipynb"
+    assert file.stat().st_size < 100_000
+    stored = nbformat.read(file, as_version=4)
+    again = executed(file, tmp_path)
+    for before, now in zip(stored.cells, again.cells, strict=True):
+        assert [_shown(o) for o in before.get("outputs", ())] == [_shown(o) for o in now.get("outputs", ())], now.source
+    assert {p.name for p in FOLDER.glob("*.ipynb")} == {f"{name}.ipynb" for name in TASKS}
+
+
+def _shown(output: Mapping[str, Any]) -> Any:
+    """What an output shows, without numbers, which differ between machines, and pictures."""
+    if output["output_type"] == "stream":
+        return output["name"], _without_numbers(output["text"])
+    return {kind: _without_numbers(text) for kind, text in output["data"].items() if kind.startswith("text/")}
+
+
+def _without_numbers(text: str) -> str:
+    text = re.sub(r"\d+-\d+-(\w+)-[0-9a-f]{6}\b", r"\1", text)
+    return " ".join(re.sub(r"[-+]?[\d.,:]*\d[\d.:]*(e[-+]?\d+)?( [kMGT]?B?\b)?|NaN", "#", text).split())
+
+
+REPORT = """
+import fedloom as fl
+data, train = {"num_clients": 4, "train_samples": 160}, {"rounds": 20, "clients_per_round": 2, "epochs": 1}
+run = fl.run("fedavg_digits", data=data, method={"train": train}, executor={"kind": "serial"})
+run.report()
+"""
+
+
+def test_a_cell_has_one_text_output_and_shows_the_report(tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(REPORT)])
+    nbformat.write(notebook, tmp_path / "report.ipynb")
+    (cell,) = executed(tmp_path / "report.ipynb", tmp_path).cells
+    progress, report = cell.outputs
+    assert (progress.output_type, [*progress.data]) == ("display_data", ["text/plain"])
+    lines = progress.data["text/plain"].splitlines()
+    assert re.fullmatch(r"run \S+", lines[0])
+    assert re.fullmatch(r"\.\.\. \d+ more lines", lines[1])
+    assert lines[-1].startswith("finished: ")
+    assert "\x1b" not in progress.data["text/plain"]
+    assert report.output_type == "execute_result"
+    assert report.data["text/html"].startswith("<iframe srcdoc=")
