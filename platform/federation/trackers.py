@@ -43,7 +43,8 @@ def check_trackers(config: TrackingConfig) -> None:
     for name in config.processes:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # W&B's own folder in the working directory looks like a package
-            raise ValueError(f'tracking.to has {name}, which is not installed: pip install "fedloom[{name}]"')
+            package = name if name == "aim" else f'"fedloom[{name}]"'  # aim and fedloom need different filelocks
+            raise ValueError(f"tracking.to has {name}, which is not installed: pip install {package}")
     if config.models and "aim" in config.to:
         raise ValueError("tracking.models=true: Aim stores no models; leave aim out of tracking.to")
 

@@ -347,7 +347,7 @@ def test_real_trackers_have_what_the_tables_have(
     name: str,
 ) -> None:
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install fedloom[{name}]")
+        pytest.skip(f"{name} is not installed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fedloom.platform.federation.trackers.END_S", 60.0)
     for variable, value in {
