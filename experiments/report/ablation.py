@@ -749,7 +749,7 @@ _AXES_SHOWN = {
 def _held_text(ablation: Ablation, shown: int) -> str:
     """What a figure of so many axes does with the others."""
     if len(ablation.axes) > 1 and not is_grid(ablation):
-        return " The other axes vary with what is shown: this is a random search."
+        return " The other axes vary with what is shown: the points are those of a search."
     if len(ablation.axes) <= shown:
         return ""
     assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
