@@ -135,9 +135,8 @@ def fill_tables() -> str:
         rows = (
             [f"`{c}`", column.kind, unit_of(c), escape(column.meaning, quote=False)] for c, column in described.items()
         )
-        parts.append(
-            f"### {name}\n\n{ROWS[name][0].upper()}{ROWS[name][1:]}.\n\n{table(['column', 'type', 'unit', 'meaning'], rows)}"
-        )
+        listed = table(["column", "type", "unit", "meaning"], rows)
+        parts.append(f"### {name}\n\n{ROWS[name][0].upper()}{ROWS[name][1:]}.\n\n{listed}")
     return "\n\n".join(parts)
 
 

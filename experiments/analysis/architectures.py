@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fedloom.experiments.analysis.tables import Tables, configuration
 
 if TYPE_CHECKING:
     from fedloom.platform.spaces.base import SearchSpace
-    from fedloom.platform.spaces.darts import DartsSpace
-    from fedloom.platform.spaces.operator_choice import NamedOperatorSpace
+    from fedloom.platform.spaces.capabilities import HasCells
     from fedloom.platform.spaces.slices import Subspace
 
 Decoder = Callable[[str], str]
@@ -80,40 +79,52 @@ def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
 
 
 def _words(space: "SearchSpace", text: str) -> str:
-    from fedloom.platform.spaces.darts import DartsSpace
-    from fedloom.platform.spaces.elastic import ElasticSpace
-    from fedloom.platform.spaces.operator_choice import NamedOperatorSpace
+    from fedloom.platform.spaces.capabilities import HasCells, lacking
 
     if space.num_architectures == 1:
         return space.name
-    if isinstance(space, NamedOperatorSpace):
-        subspace = subspace_of(space, text)
+    if "operators" in space.meaning((0,) * len(space.options)):
+        subspace, names = subspace_of(space, text), _operator_names(space)
         if subspace is None:
             return text
-        if isinstance(space, DartsSpace):
-            return "; ".join(_cells(space, subspace))
-        layers = zip(space.operator_names, subspace, strict=True)
-        return _in_order("|".join(names[option] for option in row) or "none" for names, row in layers)
+        if not lacking(space, HasCells):
+            return "; ".join(_cells(cast("HasCells", space), names, subspace))
+        layers = zip(names, subspace, strict=True)
+        return _in_order("|".join(row_names[option] for option in row) or "none" for row_names, row in layers)
     try:
         architecture = space.parse(text)
     except ValueError:
         return text  # written with another version of the space
-    if isinstance(space, ElasticSpace):
-        meaning = space.meaning(architecture)
-        depths = "/".join(map(str, meaning["depths"]))
-        return "; ".join([f"blocks {depths}", *(f"{name} {_widths(meaning[name])}" for name in space.design.widths)])
-    return space.label(architecture) or text
+    meaning = dict(space.meaning(architecture))
+    label = meaning.pop("label", "")
+    if "depths" in meaning:
+        depths = "/".join(map(str, meaning.pop("depths")))
+        return "; ".join([f"blocks {depths}", *(f"{name} {_widths(stages)}" for name, stages in meaning.items())])
+    return label or text
 
 
-def subspace_of(space: "NamedOperatorSpace", text: str) -> "Subspace | None":
+def _operator_names(space: "SearchSpace") -> list[list[str]]:
+    """The names of each decision's operators."""
+    names: list[list[str]] = [[] for _ in space.options]
+    for option in range(max(space.options)):
+        meant = space.meaning(tuple(min(option, count - 1) for count in space.options))["operators"]
+        for of_decision, name, count in zip(names, meant, space.options, strict=True):
+            of_decision += [name] if option < count else []
+    return names
+
+
+def subspace_of(space: "SearchSpace", text: str) -> "Subspace | None":
     """The kept operators per decision, from "0,1/0//1" or an architecture "0-1-0-1"; None if the text does not fit."""
     pieces = text.split("/") if "/" in text else text.split("-")
     try:
         subspace = tuple(tuple(int(option) for option in piece.split(",") if option) for piece in pieces)
-        space.validate_subspace(subspace)
     except ValueError:
         return None
-    return subspace
+    fits = len(subspace) == len(space.options) and all(
+        list(row) == sorted(set(row)) and all(0 <= option < count for option in row)
+        for row, count in zip(subspace, space.options, strict=True)
+    )
+    return subspace if fits else None
 
 
 def _in_order(names: Iterable[str]) -> str:
@@ -135,16 +146,17 @@ def node_label(node: int, nodes: int) -> str:
     return ("c_k-2", "c_k-1", *map(str, range(nodes)), "c_k")[node]
 
 
-def _cells(space: "DartsSpace", subspace: "Subspace") -> Iterator[str]:
+def _cells(space: "HasCells", names: Sequence[Sequence[str]], subspace: "Subspace") -> Iterator[str]:
     """Per type of cell: every inner node as the sum of operators of its inputs; pruned edges are left out."""
     from fedloom.platform.spaces.darts import CELL_TYPES
 
-    nodes = space.design.nodes
     for cell_type in CELL_TYPES:
+        edges = space.edges(cell_type)
+        nodes = max(node for _, node in edges) - 1
         terms: dict[int, dict[str, list[str]]] = {node: {} for node in range(2, nodes + 2)}
-        for (source, node), decision in zip(space.edges(cell_type), space.decisions(cell_type), strict=True):
-            names = (space.operator_names[decision][option] for option in subspace[decision])
-            if operators := "|".join(SHORT.get(name, name) for name in names):
+        for (source, node), decision in zip(edges, space.decisions(cell_type), strict=True):
+            kept_names = (names[decision][option] for option in subspace[decision])
+            if operators := "|".join(SHORT.get(name, name) for name in kept_names):
                 terms[node].setdefault(operators, []).append(node_label(source, nodes))
         sums = (" + ".join(f"{name}({', '.join(of)})" for name, of in each.items()) or "0" for each in terms.values())
         yield f"{cell_type}: " + ", ".join(f"{node} = {each}" for node, each in enumerate(sums))
