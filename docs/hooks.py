@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from posixpath import normpath, relpath
+from textwrap import dedent
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -39,6 +40,7 @@ PROJECT = {
 }
 """Pages of the repository that are pages of the site, too."""
 HOME = {"README.md": "index.md"}
+SHIM = "https://unpkg.com/iframe-worker/shim"
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 ENDS_WITH = {
@@ -71,25 +73,29 @@ def doc_of(method: Method) -> str:
     return inspect.getdoc(inspect.getmodule(method.config)) or ""
 
 
-def settings_table(settings: Iterable[Setting]) -> str:
+def plain(text: str) -> str:
+    """A text of the code, without what Markdown would read into it."""
+    return escape(text, quote=False).replace("*", r"\*")
+
+
+def settings_list(settings: Iterable[Setting]) -> str:
     """The keys as `fedloom keys` prints them."""
-    return table(
-        ["key", "default", "values", "meaning"],
-        ([f"`{s.key}`", f"`{written(s.default)}`", escape(str(s), quote=False), escape(s.help, quote=False)] for s in settings),
-    )
+    return "\n\n".join(f"`{s.key}={written(s.default)}` {plain(str(s))}\n:   {plain(s.help) or '–'}" for s in settings)
 
 
 def fill_methods() -> str:
     rows = []
     for name, method in METHODS.items():
         first = doc_of(method).partition("\n")[0]
-        rows.append([f"[`{name}`]({name}.md)", first, ENDS_WITH[method.kind], str(len(of_method(name)))])
-    return table(["method", "what it is", "a run ends with", "presets"], rows)
+        rows.append([f"[`{name}`]({name}.md)", first, ENDS_WITH[method.kind]])
+    return table(["method", "what it is", "a run ends with"], rows)
 
 
 def fill_method(name: str) -> str:
-    first, _, box = doc_of(METHODS[name]).partition("\n")
-    return f"{first}\n\n```text\n{box.strip(chr(10))}\n```" if box.strip() else first
+    """The docstring of a method's file; a paragraph with indented lines is the paper's box, or a part of it."""
+    first, *paragraphs = doc_of(METHODS[name]).split("\n\n")
+    boxes = (f"```text\n{dedent(each)}\n```" if "\n  " in f"\n{each}" else each for each in paragraphs)
+    return "\n\n".join([first, *boxes])
 
 
 def fill_settings(name: str) -> str:
@@ -106,24 +112,24 @@ def fill_settings(name: str) -> str:
     code = f'??? note "The file: {module}"\n\n' + "\n".join(f"    {line}".rstrip() for line in f"```python\n{source}```".splitlines())
     return (
         f"## Presets\n\n{presets}\n\n## Keys\n\n`fedloom keys method method={name}` prints them.{beside}\n\n"
-        f"{settings_table(keys)}\n\n## Code\n\n{code}"
+        f"{settings_list(keys)}\n\n## Code\n\n{code}"
     )
 
 
 def fill_keys() -> str:
     groups: dict[str, list[Setting]] = {}
     for setting in known_keys(["method=fedavg"]):
-        group = setting.key.partition(".")[0] if "." in setting.key else "the run"
+        group = setting.key.partition(".")[0] if "." in setting.key else "general"
         groups.setdefault(group, []).append(setting)
     groups["method"] = [s for s in groups["method"] if s.key.startswith("method.train.")]
-    return "\n\n".join(f"## {group}\n\n{settings_table(settings)}" for group, settings in groups.items())
+    return "\n\n".join(f"## {group}\n\n{settings_list(settings)}" for group, settings in groups.items())
 
 
 def fill_tables() -> str:
     parts = []
     for name, columns in COLUMNS.items():
         described = {**PARTITION, **columns}
-        rows = ([f"`{c}`", column.kind, unit_of(c), escape(column.meaning, quote=False)] for c, column in described.items())
+        rows = ([f"`{c}`", column.kind, unit_of(c), plain(column.meaning)] for c, column in described.items())
         parts.append(f"### {name}\n\n{ROWS[name][0].upper()}{ROWS[name][1:]}.\n\n{table(['column', 'type', 'unit', 'meaning'], rows)}")
     return "\n\n".join(parts)
 
@@ -132,7 +138,7 @@ def fill_plugins() -> str:
     parts = []
     for point in known_code([]):
         rows = (
-            [f"`{code.name}`", escape(code.text, quote=False), ", ".join(f"`{o.key.rpartition('.')[2]}={written(o.default)}`" for o in code.options)]
+            [f"`{code.name}`", plain(code.text), ", ".join(f"`{o.key.rpartition('.')[2]}={written(o.default)}`" for o in code.options)]
             for code in point.built_in
         )
         keys = ", ".join(f"`{key}`" for key in point.keys)
@@ -158,7 +164,7 @@ def fill_usage() -> str:
 def fill_pages(folder: str) -> str:
     """The pages of a folder by their titles."""
     titles = ((title_of(f"{folder}/{page.name}"), page.name) for page in (DOCS / folder).glob("*.md"))
-    return "\n".join(f"- [{title}]({name})" for title, name in sorted(titles, key=str) if name != "index.md")
+    return "\n".join(f"- [{title}]({name})" for title, name in sorted(titles, key=lambda each: each[0].lower()) if name != "index.md")
 
 
 def fill_exports(package: str) -> str:
@@ -225,7 +231,7 @@ def relinked(text: str, src_uri: str) -> str:
         if not page:
             return title
         page, _, module = page.partition("#")
-        anchor = anchor or module
+        anchor = "" if file in HOME else anchor or module
         return f"[{title}]({relpath(page, os.path.dirname(src_uri) or '.')}{'#' + anchor if anchor else ''})"
 
     return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in CODE.split(text))
@@ -284,7 +290,7 @@ def _expanded(entry: Any, taken: set[str]) -> list[Any]:
     pages = [page.relative_to(DOCS).as_posix() for page in (DOCS / folder).glob("*.md")]
     pages += [f"{folder}/{page.stem}.md" for page in (DOCS / folder).glob("*.ipynb")]
     pages += [uri for uri in PROJECT.values() if uri.startswith(f"{folder}/")]
-    return sorted((page for page in pages if page not in taken), key=title_of)
+    return sorted((page for page in pages if page not in taken), key=lambda page: title_of(page).lower())
 
 
 def title_of(uri: str) -> str:
@@ -331,5 +337,10 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fills a page, and leads its links to where the site has what they mean."""
-    text = filled(markdown)
+    text = filled(markdown).replace("```console\n", "```bash\n")  # whose lines have no prompt
     return text if page.file.src_uri.startswith("source/") else relinked(text, page.file.src_uri)
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Leads to our copy of what makes the search work in pages that are opened as files."""
+    return output.replace(SHIM, f"{relpath('.', os.path.dirname(page.url) or '.')}/vendor/iframe-worker/shim.js")
