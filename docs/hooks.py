@@ -99,20 +99,26 @@ def fill_method(name: str) -> str:
 
 
 def fill_settings(name: str) -> str:
-    presets = table(["preset", "what it is"], ([f"`{p}`", header(CONF / "experiment" / f"{p}.yaml")] for p in of_method(name)))
+    presets = table(
+        ["preset", "what it is"], ([f"`{p}`", header(CONF / "experiment" / f"{p}.yaml")] for p in of_method(name))
+    )
     usual = {} if name == "fedavg" else {s.key: s for s in known_keys(["method=fedavg", "method"])}
     keys = [
         s
         for s in known_keys([f"method={name}", "method"])
         if s.key != "method.name" and (s.key not in usual or s.default != usual[s.key].default)
     ]
-    beside = "" if name == "fedavg" else " Keys and defaults of [FedAvg](fedavg.md#keys) that are the same are left out."
+    beside = (
+        "" if name == "fedavg" else " Keys and defaults of [FedAvg](fedavg.md#keys) that are the same are left out."
+    )
     module = f"fedloom.platform.methods.{name}"
     source = (ROOT / "platform" / "methods" / f"{name}.py").read_text()
-    code = f'??? note "The file: {module}"\n\n' + "\n".join(f"    {line}".rstrip() for line in f"```python\n{source}```".splitlines())
+    code = f'??? note "The file: {module}"\n\n' + "\n".join(
+        f"    {line}".rstrip() for line in f"```python\n{source}```".splitlines()
+    )
     return (
         f"## Presets\n\n{presets}\n\n## Keys\n\n`fedloom keys method method={name}` prints them.{beside}\n\n"
-        f"{settings_list(keys)}\n\n## Code\n\n{code}"
+        f"{settings_list(keys)}\n\n## Code {{ data-search-exclude }}\n\n{code}"
     )
 
 
@@ -130,7 +136,8 @@ def fill_tables() -> str:
     for name, columns in COLUMNS.items():
         described = {**PARTITION, **columns}
         rows = ([f"`{c}`", column.kind, unit_of(c), plain(column.meaning)] for c, column in described.items())
-        parts.append(f"### {name}\n\n{ROWS[name][0].upper()}{ROWS[name][1:]}.\n\n{table(['column', 'type', 'unit', 'meaning'], rows)}")
+        row = f"{ROWS[name][0].upper()}{ROWS[name][1:]}."
+        parts.append(f"### {name}\n\n{row}\n\n{table(['column', 'type', 'unit', 'meaning'], rows)}")
     return "\n\n".join(parts)
 
 
@@ -138,17 +145,26 @@ def fill_plugins() -> str:
     parts = []
     for point in known_code([]):
         rows = (
-            [f"`{code.name}`", plain(code.text), ", ".join(f"`{o.key.rpartition('.')[2]}={written(o.default)}`" for o in code.options)]
+            [
+                f"`{code.name}`",
+                plain(code.text),
+                ", ".join(f"`{o.key.rpartition('.')[2]}={written(o.default)}`" for o in code.options),
+            ]
             for code in point.built_in
         )
         keys = ", ".join(f"`{key}`" for key in point.keys)
         kind = point.kind[0].upper() + point.kind[1:]
-        parts.append(f"## {kind}\n\n{keys}. [Your own](../extend/{point.kind.replace(' ', '-')}.md) is {point.form}.\n\n" + table(["name", "what it is", "options"], rows))
+        parts.append(
+            f"## {kind}\n\n{keys}. [Your own](../extend/{point.kind.replace(' ', '-')}.md) is {point.form}.\n\n"
+            + table(["name", "what it is", "options"], rows)
+        )
     return "\n\n".join(parts)
 
 
 def fill_ablations() -> str:
-    return table(["ablation", "what it asks"], ([f"`{n}`", header(CONF / "ablation" / f"{n}.yaml")] for n in ablations()))
+    return table(
+        ["ablation", "what it asks"], ([f"`{n}`", header(CONF / "ablation" / f"{n}.yaml")] for n in ablations())
+    )
 
 
 def fill_usage() -> str:
@@ -164,7 +180,9 @@ def fill_usage() -> str:
 def fill_pages(folder: str) -> str:
     """The pages of a folder by their titles."""
     titles = ((title_of(f"{folder}/{page.name}"), page.name) for page in (DOCS / folder).glob("*.md"))
-    return "\n".join(f"- [{title}]({name})" for title, name in sorted(titles, key=lambda each: each[0].lower()) if name != "index.md")
+    return "\n".join(
+        f"- [{title}]({name})" for title, name in sorted(titles, key=lambda each: each[0].lower()) if name != "index.md"
+    )
 
 
 def fill_exports(package: str) -> str:
@@ -251,7 +269,7 @@ def linked_files() -> set[str]:
 def shown(file: str) -> str:
     """A page with a file."""
     language = {".py": "python", ".yaml": "yaml"}.get(Path(file).suffix, "text")
-    return f"# {file}\n\n```{language}\n{(ROOT / file).read_text().rstrip()}\n```\n"
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {file}\n\n```{language}\n{(ROOT / file).read_text().rstrip()}\n```\n"
 
 
 def notebook(file: Path) -> str:
