@@ -16,6 +16,7 @@ from fedloom.experiments.analysis.ablation import (
 )
 from fedloom.experiments.analysis.clients import confusions, failures, fairness, paragraphs, per_class
 from fedloom.experiments.analysis.compare import compare
+from fedloom.experiments.analysis.importances import importances
 from fedloom.experiments.analysis.outcomes import MEASURES, OUTCOMES, outcomes, per_model, summary
 from fedloom.experiments.analysis.rounds import communication, communication_by_kind, convergence
 from fedloom.experiments.analysis.settings import Estimate, estimate
@@ -44,6 +45,7 @@ __all__ = [
     "fairness",
     "first_reached",
     "hypervolume",
+    "importances",
     "load",
     "load_ablation",
     "marginal",

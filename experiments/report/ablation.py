@@ -57,6 +57,7 @@ from fedloom.experiments.report.drawing import (
     whole_numbers,
     with_bars,
 )
+from fedloom.experiments.report.importances import importances_block
 from fedloom.experiments.report.outcomes import FRONTS, Groups, outcomes_block, outcomes_figure
 from fedloom.experiments.report.pages import ReportFiles, write_content
 from fedloom.experiments.report.rounds import KINDS
@@ -691,6 +692,7 @@ def ablation_content(
     blocks = [
         trials_block(ablation, states, tables),
         outcomes_block(outcome_groups(ablation, tables), tuple(ablation.axes)),
+        importances_block(ablation, tables),
         points_block(study, wide=True),
         *_target_blocks(study, targets),
         # A random search has no pairs.

@@ -189,8 +189,10 @@ def summary_block(board: Sequence[Entry]) -> Block:
         if outcome.record is not None
     ]
     text = (
-        "A claim is shown if the 95 % interval over seeds says so everywhere it is made, contradicted if it says the "
-        "opposite anywhere. What is counted without training has no interval and stands under the paper's scale.",
+        "A claim is shown if the 95 % interval over seeds says so everywhere it is made, contradicted if the opposite "
+        "is as certain anywhere (Bonferroni's correction over the places, Holm's over the claims of an item). Where "
+        "its regime was not reached, it is neither. What is counted without training has no interval and stands under "
+        "the paper's scale.",
         *([f"Recorded, not run here: {', '.join(recorded)}."] if recorded else []),
     )
     heads = ("paper", "items", "claims", "paper scale", "small scale")
@@ -204,6 +206,7 @@ def claims_block(board: Sequence[Entry], paper: str) -> Block:
             entry.item.name,
             claim.text,
             *map(_state, pair),
+            next((v.regime for v in reversed(pair) if v is not None and v.regime), ABSENT),
             in_the_paper(claim, entry.item),
             entry.item.missing or _why(pair),
         )
@@ -211,12 +214,12 @@ def claims_block(board: Sequence[Entry], paper: str) -> Block:
         if entry.item.name.startswith(f"{paper}/")
         for claim, pair in zip(entry.item.claims, entry.verdicts(), strict=True)
     ]
-    heads = ("item", "claim", "paper scale", "small scale", "in the paper", "where and why")
-    return Block(f"Claims of {paper}", (), heads, tuple(rows), labels=6)
+    heads = ("item", "claim", "paper scale", "small scale", "regime", "in the paper", "where and why")
+    return Block(f"Claims of {paper}", (), heads, tuple(rows), labels=7)
 
 
 def _state(verdict: Verdict | None) -> str:
-    return ABSENT if verdict is None else verdict.state
+    return ABSENT if verdict is None else verdict.state_text
 
 
 def _why(pair: Sequence[Verdict | None]) -> str:

@@ -1,14 +1,18 @@
-"""Whether what was measured shows a claim, contradicts it, or does neither: intervals over seeds, never one seed."""
+"""Whether what was measured shows a claim, contradicts it, or does neither: tests over seeds, never one seed.
+
+A claim that needs a regime (small subnets that hurt the largest one, say) is judged where that regime was reached, and
+neither shown nor contradicted where it was not. The claims of an item are several tests: Holm's correction.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from fedloom.experiments.analysis.compare import difference
-from fedloom.experiments.analysis.settings import estimate
+from fedloom.experiments.analysis.settings import CONFIDENCE, estimate
 from fedloom.experiments.reproduce.items import (
     AtLeast,
     AtMost,
@@ -27,8 +31,11 @@ from fedloom.experiments.reproduce.items import (
 from fedloom.experiments.reproduce.measure import Measured, at, combined, paired
 
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_RUN = "shown", "not shown", "contradicted", "not run"
-STATES = (CONTRADICTED, NOT_RUN, NOT_SHOWN, SHOWN)
-"""From the worst to the best: a claim has the worst state of its checks."""
+NOT_REACHED = "regime not reached"
+STATES = (CONTRADICTED, NOT_RUN, NOT_REACHED, NOT_SHOWN, SHOWN)
+"""From the worst to the best."""
+LEVEL = (1 - CONFIDENCE) / 2
+"""The chance of being wrong in one direction: an interval of 95 % leaves 2.5 % on each side."""
 MOST_SPOTS = 3
 """Places that are named where a claim is not shown."""
 NOT_PUBLISHED = "not published"
@@ -48,25 +55,50 @@ class Interval:
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison at one spot: its state, the compared number with its interval, and why it is not shown."""
+    """One comparison at one spot: its state, the compared number with its interval, and why it is not shown.
+
+    Attributes:
+        if_not: how probable such values are, at most, if the check does not hold.
+        if_so: how probable they are, at most, if it does.
+    """
 
     spot: Spot
     state: str
     interval: Interval | None
     reason: str = ""
+    if_not: float = 1.0
+    if_so: float = 1.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The state of a claim, with the findings of all its checks."""
+    """The state of a claim, with the findings of all its checks.
+
+    Attributes:
+        why: what the findings do not say: that the regime was not reached, or that several tests were made.
+        p: the chance of what was found if the opposite were true, over all places; None if nothing was tested.
+        regime: whether the regime that the claim needs was reached; empty if it needs none.
+        is_changed: whether the claim was changed after the values were recorded.
+    """
 
     claim: Claim
     state: str
     findings: tuple[Finding, ...]
+    why: str = ""
+    p: float | None = None
+    regime: str = ""
+    is_changed: bool = False
+
+    @property
+    def state_text(self) -> str:
+        """The state, and that the claim is not the one that stood when its values were recorded."""
+        return f"{self.state}{', changed since' if self.is_changed else ''}"
 
     @property
     def reason(self) -> str:
         """Where, and why, a claim is not shown; empty if it is."""
+        if self.why:
+            return self.why
         bad = [f for f in self.findings if f.state == self.state and f.state != SHOWN]
         if not bad:
             return ""
@@ -90,21 +122,79 @@ def spot_name(spot: Spot) -> str:
     return ", ".join(part for part in spot if part)
 
 
-def verdict(claim: Claim, measured: Mapping[str, Measured], item: Item, settings: Sequence[str]) -> Verdict:
-    """The state of a claim: the worst of its checks at all spots, so that it is shown only if it is shown everywhere.
+def verdicts(
+    item: Item, scale: str, measured: Mapping[str, Measured], settings: Sequence[str], seeds: Collection[int]
+) -> tuple[list[Verdict], list[Verdict]]:
+    """The verdicts of the regimes and of the claims of an item at a scale, for which each of the seeds has a value.
 
-    A claim of which a part was not run is not shown, unless another part contradicts it; it is not run if no part was.
+    The level of each claim's test follows from Holm's correction over those that were measured.
+    """
+    regimes = {
+        name: verdict(regime, measured, item, settings, seeds)
+        for name, regime in item.regimes.items()
+        if scale in (regime.scales or item.scales)
+    }
+    made = [claim for claim in item.claims if scale in (claim.scales or item.scales)]
+    judged = [_in_regime(verdict(claim, measured, item, settings, seeds), regimes) for claim in made]
+    tested = sorted((v.p, index) for index, v in enumerate(judged) if v.p is not None)
+    corrected = 0.0
+    for rank, (p, index) in enumerate(tested):
+        corrected = max(corrected, min(1.0, p * (len(tested) - rank)))
+        if corrected > LEVEL and judged[index].state in (SHOWN, CONTRADICTED):
+            why = f"{judged[index].state} alone (p = {p:.2g}), not as one of {len(tested)} claims"
+            judged[index] = replace(judged[index], state=NOT_SHOWN, why=why)
+    return [*regimes.values()], judged
+
+
+def _in_regime(judged: Verdict, regimes: Mapping[str, Verdict]) -> Verdict:
+    """The verdict, unless a regime that the claim needs was not reached, or was not looked at."""
+    needed = [regimes[name] for name in judged.claim.needs if name in regimes]
+    if not needed or judged.state == NOT_RUN:
+        return judged
+    for regime in needed:
+        if regime.state != SHOWN:
+            why = f"{regime.claim.text} {regime.reason or regime.state}"
+            return replace(judged, state=NOT_REACHED, why=why, p=None, regime="not reached")
+    return replace(judged, regime="reached")
+
+
+def verdict(
+    claim: Claim, measured: Mapping[str, Measured], item: Item, settings: Sequence[str], seeds: Collection[int] = ()
+) -> Verdict:
+    """The state of a claim by itself: it is shown if it is shown everywhere, and contradicted if it fails anywhere.
+
+    Both are tests at the same level: what fails at one of n places has to fail n times as clearly. A claim of which a
+    part was not run is not shown, unless another part contradicts it; it is not run if no part was. Where one of the
+    `seeds` has no finite value, nothing is shown.
     """
     findings = [finding for check in claim.checks for finding in _findings(check, measured, item, settings)]
+    findings = [_whole(finding, seeds) for finding in findings]
     states = {finding.state for finding in findings} or {NOT_RUN}
-    if CONTRADICTED in states:
+    if states == {NOT_RUN}:
+        return Verdict(claim, NOT_RUN, tuple(findings))
+    shown = max(finding.if_not for finding in findings)
+    contradicted = min(1.0, len(findings) * min(finding.if_so for finding in findings))
+    is_tested = any(f.interval is not None and f.interval.low != f.interval.high for f in findings)
+    p = min(shown, contradicted) if is_tested else None
+    why = ""
+    if contradicted <= LEVEL:
         state = CONTRADICTED
-    elif states == {NOT_RUN}:
-        state = NOT_RUN
+    elif states == {SHOWN}:
+        state = SHOWN
     else:
-        state = SHOWN if states == {SHOWN} else NOT_SHOWN
+        state = NOT_SHOWN
+        if CONTRADICTED in states:
+            why = f"contradicted at one place (p = {contradicted / len(findings):.2g}), not as one of {len(findings)}"
         findings = [replace(f, state=NOT_SHOWN) if f.state == NOT_RUN else f for f in findings]
-    return Verdict(claim, state, tuple(findings))
+    return Verdict(claim, state, tuple(findings), why, p)
+
+
+def _whole(finding: Finding, seeds: Collection[int]) -> Finding:
+    """The finding, which decides nothing if a seed is missing: one that failed may be the one that tells."""
+    interval = finding.interval
+    if interval is None or not 0 < interval.seeds < len(seeds):
+        return finding
+    return Finding(finding.spot, NOT_SHOWN, interval, f"{interval.seeds} of {len(seeds)} seeds have a value")
 
 
 def in_the_paper(claim: Claim, item: Item) -> str:
@@ -224,11 +314,26 @@ def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Fi
         return Finding(spot, NOT_SHOWN, interval, FEW_SEEDS)
     if interval.low == interval.high == 0 and (least, greatest) in ((0, math.inf), (-math.inf, 0)):
         return Finding(spot, NOT_SHOWN, interval, "no difference")
+    below, above = (_tail(interval, distance) for distance in (least - interval.mean, interval.mean - greatest))
     if least <= interval.low and interval.high <= greatest:
-        return Finding(spot, SHOWN, interval)
-    if interval.high < least or interval.low > greatest:
-        return Finding(spot, CONTRADICTED, interval)
-    return Finding(spot, NOT_SHOWN, interval, "the interval crosses the limit")
+        state, reason = SHOWN, ""
+    elif interval.high < least or interval.low > greatest:
+        state, reason = CONTRADICTED, ""
+    else:
+        state, reason = NOT_SHOWN, "the interval crosses the limit"
+    return Finding(spot, state, interval, reason, if_not=max(below, above), if_so=min(1 - below, 1 - above))
+
+
+def _tail(interval: Interval, distance: float) -> float:
+    """The chance of a mean at such a distance beyond a limit if it is at the limit: Student's t, as in the interval."""
+    assert interval.high is not None, "one or two seeds are not tested"
+    half = interval.high - interval.mean
+    if half == 0 or math.isinf(distance):
+        return float(distance > 0)
+    from scipy.special import stdtr, stdtrit  # half a second, which a list of items does not need
+
+    degrees = interval.seeds - 1
+    return float(stdtr(degrees, distance / half * stdtrit(degrees, 0.5 + CONFIDENCE / 2)))
 
 
 def _monotone(check: Monotone, quantity: Measured, settings: Sequence[str]) -> Iterator[Finding]:

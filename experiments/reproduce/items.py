@@ -412,11 +412,13 @@ class Claim(CheckEntry):
 
     Attributes:
         scales: at which it is made; none if at all that the item has.
+        needs: the names of the regimes without which it says nothing.
         despite: why the published numbers do not show it, or do not tell; empty if they show it.
     """
 
     text: Text
     scales: tuple[str, ...] = ()
+    needs: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     despite: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
     all: tuple[CheckEntry, ...] = ()
 
@@ -436,6 +438,7 @@ class ItemEntry(Entry):
     runs: RunsEntry | None = None
     runs_of: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     quantities: Annotated[dict[str, Quantity], Field(min_length=1)]
+    regimes: dict[str, Claim] = {}
     claims: tuple[Claim, ...] = ()
 
 
@@ -535,6 +538,7 @@ class Item:
         name: paper and item, such as fedoras/tab6.
         source: where it is published.
         runs_of: the items whose runs it reads, itself among them if it has runs of its own.
+        regimes: what has to be so for the claims that need it to say anything, by name.
         missing: what fedloom lacks to run it, such as a data set; empty if it can be run. Such an item has published
             numbers and claims alone, and one scale, whose settings are those that were published.
         file: where it was read from.
@@ -550,6 +554,7 @@ class Item:
     claims: tuple[Claim, ...]
     missing: str = ""
     file: Path = Path()
+    regimes: Mapping[str, Claim] = field(default_factory=dict)
 
     @property
     def needs_runs(self) -> bool:
@@ -611,6 +616,7 @@ def load_item(name: str, folder: Path = ITEMS) -> Item:
         claims=entry.claims,
         missing=entry.missing,
         file=file,
+        regimes=entry.regimes,
     )
     _check_quantities(item, where)
     _check_claims(item, where)
@@ -717,9 +723,11 @@ def _check_quantities(item: Item, where: str) -> None:
 
 def _check_claims(item: Item, where: str) -> None:
     """Raises ValueError for claims of scales, quantities or settings that are not there, or of what is not measured."""
-    for number, claim in enumerate(item.claims, 1):
-        entry = f"{where}: claims {number}"
+    regimes = {f"{where}: regimes: {name}": regime for name, regime in item.regimes.items()}
+    claims = {f"{where}: claims {number}": claim for number, claim in enumerate(item.claims, 1)}
+    for entry, claim in {**regimes, **claims}.items():
         _check_known(claim.scales, [*item.scales], "scale", f"{entry}: ")
+        _check_known(claim.needs, [*item.regimes] if entry in claims else [], "regime", f"{entry}: needs: ")
         for check in claim.checks:
             operands = [check.operand, *([check.other] if isinstance(check, Comparison) else [])]
             _check_known([operand.quantity for operand in operands], [*item.quantities], "quantity", f"{entry}: ")

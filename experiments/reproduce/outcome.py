@@ -4,17 +4,25 @@ Nothing is run or written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.report.content import Block
 from fedloom.experiments.report.wording import ABSENT
-from fedloom.experiments.reproduce.claims import Interval, Verdict, in_the_paper, interval_at, spot_name, verdict
+from fedloom.experiments.reproduce.claims import (
+    SHOWN,
+    Interval,
+    Verdict,
+    in_the_paper,
+    interval_at,
+    spot_name,
+    verdicts,
+)
 from fedloom.experiments.reproduce.items import PAPER, Counted, Item, Published, Scale, Spot
 from fedloom.experiments.reproduce.measure import NOTHING, Measured, done_runs, lacking, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, missing_data, parts_of
-from fedloom.experiments.reproduce.records import Record, record_file, record_of, recorded_counts
+from fedloom.experiments.reproduce.records import Record, claim_hash, record_file, record_of, recorded_counts
 from fedloom.experiments.store.ablations import FOLDER, PLAN, read_ablation
 from fedloom.experiments.store.trials import FINAL, counted, trial_states
 
@@ -45,6 +53,7 @@ class Outcome:
         missing: sentences about data that is not there and runs that are not done.
         runs: how many of its runs are done, and how many there are.
         record: what the values were kept in; None if they are from runs in the results folder.
+        regimes: whether the regimes were reached that claims need.
     """
 
     item: Item
@@ -55,6 +64,7 @@ class Outcome:
     missing: tuple[str, ...] = ()
     runs: tuple[int, int] = (0, 0)
     record: Record | None = None
+    regimes: tuple[Verdict, ...] = ()
 
 
 def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = False) -> Outcome:
@@ -77,19 +87,19 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
             parts = [part for part in parts if part.ablation_id not in record.ablations]
     known = recorded_counts(item, scale, asked) if recorded else {}
     values = measured(item, scale, runs, known if record is None else {**known, **record.values})
+    regimes, judged = verdicts(item, asked.scale, values, [*scale.settings], scale.seeds)
+    if record is not None and record.claims:
+        judged = [replace(v, is_changed=claim_hash(v.claim, item) not in record.claims) for v in judged]
     return Outcome(
         item=item,
         scale=asked.scale,
         is_own=asked.is_own,
         rows=tuple(_rows(item, scale, values)),
-        verdicts=tuple(
-            verdict(claim, values, item, [*scale.settings])
-            for claim in item.claims
-            if asked.scale in (claim.scales or item.scales)
-        ),
+        verdicts=tuple(judged),
         missing=tuple(dict.fromkeys([*_lacks(item, scale, parts, results, asked.free), *old])),
         runs=(sum(len(done.places) for done in runs), planned),
         record=record,
+        regimes=tuple(regimes),
     )
 
 
@@ -133,14 +143,16 @@ def blocks(outcome: Outcome) -> list[Block]:
     cells = [
         (
             judged.claim.text,
-            judged.state,
+            judged.state_text,
             in_the_paper(judged.claim, outcome.item),
             outcome.item.missing or judged.reason,
         )
         for judged in outcome.verdicts
     ]
     heads = ("claim", "state", "in the paper", "where and why")
-    return [*number_blocks(outcome), Block("Claims", (), heads, tuple(cells), labels=4)]
+    reached = [(v.claim.text, "reached" if v.state == SHOWN else "not reached", v.reason) for v in outcome.regimes]
+    regimes = [Block("Regimes that claims need", (), ("regime", "state", "where and why"), tuple(reached), labels=3)]
+    return [*number_blocks(outcome), *(regimes if reached else ()), Block("Claims", (), heads, tuple(cells), labels=4)]
 
 
 def number_blocks(outcome: Outcome) -> Iterator[Block]:
@@ -246,6 +258,9 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
                 "claim": judged.claim.text,
                 "state": judged.state,
                 "reason": judged.reason,
+                "regime": judged.regime or None,
+                "p": judged.p,
+                "changed_since": judged.is_changed,
                 "in_the_paper": in_the_paper(judged.claim, outcome.item),
                 "findings": [
                     {

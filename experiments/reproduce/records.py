@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.analysis.tables import load_paths
-from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Item, Read, Scale, read_counted
+from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Claim, Item, Read, Scale, read_counted
 from fedloom.experiments.reproduce.measure import Runs, Values, done_runs, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
 from fedloom.experiments.store.ablations import FOLDER as ABLATIONS, read_ablation
@@ -56,6 +56,9 @@ class Record:
         runs: how many of the item's runs are in it, and how many the item has.
         computed: a hash of what the runs of these ablations compute, with the presets' content.
         reads: a hash of how the quantities are read that have values.
+        claims: a hash of each claim of the item when it was recorded; earlier records have none.
+        seeds: those of the runs.
+        code: the commits, versions and processors by which the runs were computed, as text.
         day: when it was recorded, as 2026-11-23.
         hours: those of all rounds that the runs computed themselves, one after the other.
         values: by quantity.
@@ -70,6 +73,9 @@ class Record:
     hours: float
     values: Mapping[str, Values]
     earlier: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    code: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -83,7 +89,8 @@ class Record:
         number = f"{done}" if self.is_whole else f"{done} of {planned}"
         keys = {f"{key}={value}": None for of_ablation in self.earlier.values() for key, value in of_ablation.items()}
         earlier = f", of presets as they were before: {', '.join(keys)}" if keys else ""
-        return f"recorded on {self.day} from {number} runs, {self.hours:g} h in all{earlier}"
+        code = f"; {'; '.join(self.code)}" if self.code else ""
+        return f"recorded on {self.day} from {number} runs, {self.hours:g} h in all{earlier}{code}"
 
     @property
     def in_short(self) -> str:
@@ -172,10 +179,22 @@ def read_record(file: Path) -> Record:
         }
         done, planned = map(int, known.pop("runs"))
         ablations = tuple(map(str, known.pop("ablations")))
+        claims, code = (tuple(map(str, known.pop(name, ()))) for name in ("claims", "code"))
+        seeds = tuple(map(int, known.pop("seeds", ())))
         if not ablations or not 0 < done <= planned:
             raise ValueError("it is of no runs")
         hours, day = float(known.pop("hours")), str(known.pop("day"))
-        return Record(ablations=ablations, runs=(done, planned), hours=hours, day=day, values=values, **known)
+        return Record(
+            ablations=ablations,
+            runs=(done, planned),
+            hours=hours,
+            day=day,
+            values=values,
+            claims=claims,
+            seeds=seeds,
+            code=code,
+            **known,
+        )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"{file} is damaged: delete it, and record again ({error})") from error
 
@@ -188,6 +207,13 @@ def reads(item: Item, names: Collection[str]) -> str:
         if isinstance(quantity.source, Read) and name in names
     }
     return sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def claim_hash(claim: Claim, item: Item) -> str:
+    """A hash of a claim: its words, its checks, and the regimes that it needs."""
+    entries = [claim, *(item.regimes[name] for name in claim.needs)]
+    content = [entry.model_dump(exclude_defaults=True) for entry in entries]
+    return sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def computed(scale: Scale) -> str:
@@ -269,6 +295,7 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     if known is not None and others is None and (known.runs[0] > runs or not {*known.ablations} <= {*begun}):
         raise ValueError(f"{file} has {known.runs[0]} runs, here are {runs}: delete it if these shall replace them")
     scale = item.scales[asked.scale]
+    code = dict.fromkeys(text for done in begun.values() for text in _computed_with(done))
     # Without the rounds of supernets that other runs have trained, which the tables of `done_runs` repeat.
     rounds = load_paths([p for done in begun.values() for p in done.tables.paths], ["rounds"]).rounds
     hours = float(rounds["wall_s"].sum()) / HOUR_S + (others.hours if others is not None else 0.0)
@@ -289,6 +316,9 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
         hours=float(f"{hours:.3g}"),
         values=values,
         earlier=earlier,
+        claims=tuple(claim_hash(claim, item) for claim in item.claims),
+        seeds=scale.seeds,
+        code=tuple(dict.fromkeys([*(() if others is None else others.code), *code])),
     )
     by_setting: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for name, by_spot in values.items():
@@ -300,6 +330,14 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     content = {**vars(new), "values": by_setting}
     write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
     return file
+
+
+def _computed_with(done: Runs) -> Iterator[str]:
+    """The commit, the hash of the source, torch and the processor of every run."""
+    for _, run in done.tables.runs.iterrows():
+        torch = json.loads(run["versions"])["torch"]
+        words = {"commit": run["commit"], "source": run["source_hash"], "torch": torch, "processor": run["processor"]}
+        yield ", ".join(f"{name} {word if isinstance(word, str) else 'not known'}" for name, word in words.items())
 
 
 def _check_presets(part: Part, done: Runs, results: Path) -> None:

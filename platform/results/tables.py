@@ -90,6 +90,10 @@ COLUMNS: Mapping[str, Mapping[str, Column]] = {
             "JSON: the GPUs that clients were trained on, with driver, CUDA and cuDNN; null on CPUs",
             of_time=True,
         ),
+        "processor": Column("str", "the processor of the server, and the instructions that torch uses", of_time=True),
+        "commit": Column(
+            "str", "the git commit of fedloom's source, -dirty if files differ; null if it is no checkout", of_time=True
+        ),
         "source_hash": Column("str", "hash of fedloom's source and of your own code", of_time=True),
         "dataset_hash": Column("str", "hash of the prepared data set"),
         "partition_hash": Column("str", "hash of which client has which samples"),

@@ -8,10 +8,13 @@ itself, without being told by an option, are not known.
 import json
 import logging
 import os
+import platform
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 COSTS = "costs.json"
 PACKAGES = ("fedloom", "torch", "numpy", "ray", "pymoo", "pyarrow")
 """The packages whose versions a run's row holds."""
+GIT_S = 5.0
 INPUTS = "inputs"
 """The folder of the copies in a run's artefacts."""
 MOST_KEPT_BYTES = 1 << 28
@@ -237,6 +241,8 @@ def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str
         "tiers": json.dumps(tiers),
         "config": json.dumps(asdict(config), sort_keys=True),
         "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
+        "processor": processor(),
+        "commit": commit(),
         "source_hash": source_hash(sources),
         **input_columns(asdict(config), world.data),
         "constants_hash": world.space.constants_hash or None,
@@ -244,6 +250,30 @@ def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str
         "size_variation": size_variation(world.data.sizes("train")),
         "traits": json.dumps(method_of(config.method).traits(config.method), sort_keys=True),
     }
+
+
+@cache
+def commit() -> str | None:
+    """The git commit of fedloom's source, with "-dirty" if files differ from it; None if it is not in a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # an installed package may lie in the repository of another project
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@cache
+def processor() -> str:
+    """The processor's name, and the widest instructions that torch uses on it: the last bits depend on them."""
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _version(package: str) -> str:

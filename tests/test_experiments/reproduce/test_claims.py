@@ -1,19 +1,25 @@
 """The states of claims, by literal numbers: every kind of check, the worst state of all spots, seeds and pairs."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from fedloom.experiments.reproduce.claims import Verdict, in_the_paper, verdict
-from fedloom.experiments.reproduce.items import Claim, Combined, Item, Quantity, Spot
+from fedloom.experiments.reproduce.claims import Verdict, in_the_paper, verdict, verdicts
+from fedloom.experiments.reproduce.items import Claim, Combined, Item, Quantity, Scale, Spot
 from fedloom.experiments.reproduce.measure import Measured, combined
 
 SEEDS = (1, 2, 3)
 
 
-def item(published: Mapping[str, Mapping[Spot, float]] | None = None) -> Item:
+def item(
+    published: Mapping[str, Mapping[Spot, float]] | None = None,
+    *,
+    claims: tuple[Claim, ...] = (),
+    regimes: Mapping[str, Claim] | None = None,
+) -> Item:
     names = {"a": {}, "b": {}, **(published or {})}
     quantities = {}
     for name, values in names.items():
@@ -21,7 +27,8 @@ def item(published: Mapping[str, Mapping[Spot, float]] | None = None) -> Item:
         for (setting, place), value in values.items():
             by_setting.setdefault(setting, {})[place] = value
         quantities[name] = Quantity(published=by_setting)
-    return Item("x/tab1", "", "", "", ("x/tab1",), {}, quantities, ())
+    scales = {"small": Scale("fedavg_digits", {"s": {}}, SEEDS)}
+    return Item("x/tab1", "", "", "", ("x/tab1",), scales, quantities, claims, regimes=regimes or {})
 
 
 def seen(values: Mapping[Spot, Any], *, is_exact: bool = False) -> Measured:
@@ -164,6 +171,60 @@ def test_a_rank_correlation_is_over_the_places_of_a_setting_seed_by_seed() -> No
     assert tau == {("s", ""): {1: pytest.approx(4 / 6)}}
     two = seen({spot: values for spot, values in a.values.items() if spot[1] in ("t1", "t2")})
     assert combined(source(tau=["a", "a"]), {"a": two}).values == {}
+
+
+def test_a_place_among_several_contradicts_a_claim_as_clearly_as_one_alone_would() -> None:
+    """At t2 the difference is -.57 +- .52, t = 4.7 of two degrees: p = .021 alone, .042 as one of two places."""
+    a = seen({("s", "t1"): [3, 3.1, 3.2], ("s", "t2"): [1.6, 1.5, 1.2]})
+    b = seen({spot: [2.0, 2.0, 2.0] for spot in a.values})
+    alone = {"greater": {"of": "a", "than": "b", "places": ["t2"]}}
+    assert judged(alone, {"a": a, "b": b}).state == "contradicted"
+    both = judged(GREATER, {"a": a, "b": b})
+    assert (both.state, both.reason) == ("not shown", "contradicted at one place (p = 0.021), not as one of 2")
+
+
+def claims(*made: Mapping[str, Any], needs: tuple[str, ...] = ()) -> tuple[Claim, ...]:
+    return tuple(Claim(text="it is so", needs=needs, **check) for check in made)
+
+
+def test_the_claims_of_an_item_are_several_tests() -> None:
+    """One-sided p of .00002, .0071 and .0228: t of 157.6, 8.3 and 4.5 by two degrees of freedom.
+
+    By Holm's rule they are compared with .025 / 3, .025 / 2 and .025, and all hold; beside a fourth claim, which varies
+    around 0, with .025 / 4, .025 / 3 and .025 / 2, and the third falls.
+    """
+    values = {"x": [0.90, 0.91, 0.92], "y": [0.6, 0.7, 0.9], "z": [0.45, 0.6, 0.95], "w": [-1.0, 0.0, 1.5]}
+    a = seen({("s", place): of_place for place, of_place in values.items()})
+    at = [{"at_least": {"of": {"of": "a", "place": place}, "value": 0}} for place in values]
+    _, found = verdicts(item(claims=claims(*at[:3])), "small", {"a": a}, ("s",), SEEDS)
+    assert [v.p for v in found] == pytest.approx([0.0000201, 0.00708, 0.0228], rel=0.01)
+    assert [v.state for v in found] == ["shown", "shown", "shown"]
+    _, found = verdicts(item(claims=claims(*at)), "small", {"a": a}, ("s",), SEEDS)
+    assert [v.state for v in found] == ["shown", "shown", "not shown", "not shown"]
+    assert found[2].reason == "shown alone (p = 0.023), not as one of 4 claims"
+
+
+@pytest.mark.parametrize(
+    ("least", "state"), [(0.8, "shown"), (0.91, "regime not reached"), (0.99, "regime not reached")]
+)
+def test_a_claim_is_judged_where_its_regime_was_reached(least: float, state: str) -> None:
+    regime = Claim(text="The one is large.", at_least={"of": "a", "value": least})
+    of_regime = item(regimes={"large": regime}, claims=claims(GREATER, needs=("large",)))
+    (reached,), (found,) = verdicts(of_regime, "small", {"a": seen(A), "b": seen(B)}, ("s",), SEEDS)
+    assert (found.state, found.regime) == (state, "reached" if state == "shown" else "not reached")
+    assert (reached.state == "shown") == (state == "shown")
+    assert found.reason.startswith("" if state == "shown" else "The one is large.")
+    _, (not_run,) = verdicts(of_regime, "small", {}, ("s",), SEEDS)
+    assert not_run.state == "not run"
+
+
+def test_a_seed_without_a_finite_value_is_a_gap_and_not_dropped() -> None:
+    a, b = seen({("s", "t"): [0.90, 0.91, 0.92, math.nan]}), seen({("s", "t"): [0.80, 0.82, 0.81, 0.80]})
+    a.values["s", "t"][4] = math.nan  # type: ignore[index]
+    of_claim = Claim(text="it is so", **GREATER)
+    assert verdict(of_claim, {"a": a, "b": b}, item(), ("s",), (1, 2, 3)).state == "shown"
+    found = verdict(of_claim, {"a": a, "b": b}, item(), ("s",), (1, 2, 3, 4))
+    assert (found.state, found.reason) == ("not shown", "s, t; 3 of 4 seeds have a value")
 
 
 def test_the_published_numbers_are_judged_as_well() -> None:

@@ -293,7 +293,7 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     (file,) = own.parent.glob("recorded/*")
     content = json.loads(file.read_bytes())
     file.write_text(json.dumps({**content, "earlier": {content["ablations"][0]: {"method.train.lr": 0.1}}}))
-    assert read(command, *shown)["recorded"].endswith(", of presets as they were before: method.train.lr=0.1")
+    assert ", of presets as they were before: method.train.lr=0.1; " in read(command, *shown)["recorded"]
     _, out, _ = command("--scoreboard", *(s for s in shown if s != "--show"))
     assert "tiny/tab1 (small scale, earlier presets)" in " ".join(out.split())
     file.write_text(json.dumps({**content, "earlier": {content["ablations"][0]: {"method.train.lr": 0.3}}}))

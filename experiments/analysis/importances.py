@@ -1,0 +1,128 @@
+"""How much each axis of an ablation decides about an outcome, and how much pairs of axes do, beyond the seeds."""
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from fedloom.experiments.analysis.tables import METRIC
+from fedloom.experiments.store.ablations import Ablation
+
+Array = npt.NDArray[np.float64]
+
+FEWEST_SETTINGS = 10
+"""Settings below which a forest has too little to learn from and to be tried on."""
+TREES, SPLITS, SHUFFLES = 50, 8, 5
+FURTHER, OF_SEEDS = "three or more axes", "seeds"
+AXIS, PAIR, MORE, NOISE = 1, 2, 3, 0
+"""The column `order`: how many axes act together."""
+
+
+def importances(frame: pd.DataFrame, ablation: Ablation, measure: str = METRIC) -> pd.DataFrame:
+    """One row per axis, and on a grid per pair of axes: their part in the variance of a measure between the trials.
+
+    `frame` comes from `ablation_frame`, best with `each="run"`; several rows of a trial count with their mean. Columns:
+    axes (the axis, or "a × b"), order (axes that act together: 1, 2, 3 for all effects of three or more, 0 for the
+    seeds), importance (a share from 0 to 1), method:
+
+    "variance", if every setting has a value for the same seeds: the analysis of variance of the grid, with the seeds as
+    blocks. Every effect's sum of squares is reduced by what the seeds' noise alone adds to it (Kelley's epsilon
+    squared, 1935), and is 0 if nothing remains; row "seeds" has the rest, so that the importances sum to 1. With one
+    seed the noise is unknown, and the highest interaction contains it.
+
+    "forest", for random searches and grids with gaps: by how much permuting the axis raises the squared error of a
+    random forest (Breiman 2001) on settings that it has not seen, divided by twice the variance of the measure, which
+    estimates the share of the axis with all its interactions (Gregorutti et al. 2017); at most 1. Pairs are not told
+    apart. Fewer than `FEWEST_SETTINGS` settings give no rows, as does a measure without variance.
+    Raises ValueError for an unknown measure.
+    """
+    if measure not in frame.columns:
+        raise ValueError(f"there is no measure {measure!r} in the frame; its columns are {', '.join(frame.columns)}")
+    axes = [axis for axis, values in ablation.axes.items() if len(values) > 1]
+    values = frame.dropna(subset=[measure]).groupby([*axes, "seed"], observed=True)[measure].mean()
+    rows: list[tuple[str, int, float]] = []
+    method = "variance"
+    grid = _whole_grid(values, [len(frame[axis].cat.categories) for axis in axes])
+    varied = values.to_numpy(dtype=np.float64) if grid is None else grid
+    if axes and varied.size and float(np.ptp(varied)) > 1e-9 * float(np.abs(varied).max()):
+        if grid is not None:
+            rows = variances(grid, axes)
+        elif len(values.groupby(axes, observed=True)) >= FEWEST_SETTINGS:
+            rows, method = _by_forest(values, axes), "forest"
+    kinds = {"axes": "object", "order": "int64", "importance": "float64"}
+    return pd.DataFrame(rows, columns=[*kinds]).astype(kinds).assign(method=method)
+
+
+def _whole_grid(values: "pd.Series[float]", lengths: list[int]) -> Array | None:
+    """The values with a dimension per axis and one of seeds, of the seeds that have all settings; None if none has."""
+    of_seed = values.groupby("seed")
+    whole = [seed for seed, size in of_seed.size().items() if size == math.prod(lengths)]
+    if not whole:
+        return None
+    rows = values[values.index.isin(whole, level="seed")].sort_index()
+    return np.asarray(rows, dtype=np.float64).reshape(*lengths, len(whole))
+
+
+def variances(grid: Array, axes: list[str]) -> list[tuple[str, int, float]]:
+    """The rows of a full grid; its last dimension has the seeds.
+
+    The effect of axes is the mean over all other dimensions, without the effects of fewer of them: effects are
+    orthogonal, and their sums of squares add up to that of the grid.
+    """
+    *lengths, seeds = grid.shape
+    dimensions = range(len(axes))
+    means = grid.mean(axis=-1, keepdims=True)
+    residuals = grid - means - grid.mean(axis=tuple(dimensions), keepdims=True) + grid.mean()
+    freedom = math.prod(lengths) - 1
+    noise = float((residuals**2).sum()) / (freedom * (seeds - 1)) if seeds > 1 else 0.0
+
+    effects: dict[tuple[int, ...], Array] = {(): grid.mean(keepdims=True)}
+    squares: dict[tuple[int, ...], float] = {}
+    degrees: dict[tuple[int, ...], int] = {}
+    for order in (AXIS, PAIR):
+        for subset in itertools.combinations(dimensions, order):
+            others = tuple(d for d in dimensions if d not in subset)
+            lower = (effect for part, effect in effects.items() if set(part) < set(subset))
+            effects[subset] = means.mean(axis=others, keepdims=True) - sum(lower, np.zeros(1))
+            squares[subset] = grid.size / effects[subset].size * float((effects[subset] ** 2).sum())
+            degrees[subset] = math.prod(lengths[d] - 1 for d in subset)
+
+    total = float(((grid - grid.mean()) ** 2).sum())
+    rows = [
+        (" × ".join(axes[d] for d in subset), len(subset), max(0.0, squares[subset] - degrees[subset] * noise) / total)
+        for subset in squares
+    ]
+    if len(axes) > PAIR:
+        further = seeds * float(((means - grid.mean()) ** 2).sum()) - sum(squares.values())
+        left = freedom - sum(degrees.values())
+        rows.append((FURTHER, MORE, max(0.0, further - left * noise) / total))
+    if seeds > 1:
+        rows.append((OF_SEEDS, NOISE, max(0.0, 1.0 - sum(share for _, _, share in rows))))
+    return rows
+
+
+def _by_forest(values: "pd.Series[float]", axes: list[str]) -> list[tuple[str, int, float]]:
+    from sklearn.ensemble import RandomForestRegressor
+    from sklearn.inspection import permutation_importance
+    from sklearn.model_selection import GroupShuffleSplit
+
+    rows = values.reset_index()
+    settings = rows.groupby(axes, observed=True).ngroup()  # the seeds of a setting are never apart
+    x = np.column_stack([_as_numbers(rows[axis]) for axis in axes])
+    y = rows[values.name].to_numpy(dtype=np.float64)
+    sums = np.zeros(len(axes))
+    for train, test in GroupShuffleSplit(SPLITS, test_size=1 / 3, random_state=0).split(x, y, settings):
+        forest = RandomForestRegressor(TREES, random_state=0).fit(x[train], y[train])
+        options = {"scoring": "neg_mean_squared_error", "n_repeats": SHUFFLES, "random_state": 0}
+        sums += permutation_importance(forest, x[test], y[test], **options).importances_mean
+    shares = np.clip(sums / SPLITS / (2 * y.var()), 0.0, 1.0)
+    return [(axis, AXIS, float(share)) for axis, share in zip(axes, shares, strict=True)]
+
+
+def _as_numbers(values: "pd.Series[Any]") -> Array:
+    """Numbers as they are, names by their places among the axis' values."""
+    numeric = all(isinstance(value, int | float) for value in values.cat.categories)
+    return np.asarray(values if numeric else values.cat.codes, dtype=np.float64)

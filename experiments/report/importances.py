@@ -1,0 +1,47 @@
+"""The section of importances: which axes of an ablation decide about its outcomes."""
+
+import pandas as pd
+
+from fedloom.experiments.analysis.ablation import ablation_frame
+from fedloom.experiments.analysis.importances import NOISE, importances
+from fedloom.experiments.analysis.tables import METRIC, Tables
+from fedloom.experiments.report.content import Block
+from fedloom.experiments.report.wording import ABSENT, percent
+from fedloom.experiments.store.ablations import Ablation
+
+MEASURED = {METRIC: "accuracy", "total_bytes": "bytes", "simulated_s": "simulated time"}
+TEXTS = {
+    "variance": (
+        "The share of the variance between the trials, in %, that an axis decides about by itself (one name) or only "
+        "together with another (two names), without what the noise of the seeds adds; the columns sum to 100."
+    ),
+    "forest": (
+        "The share of the variance between the trials, in %, that an axis decides about, with all its interactions: "
+        "what a random forest loses on settings that it has not seen when the axis is shuffled. Random searches and "
+        "grids with trials missing have no exact shares."
+    ),
+}
+
+
+def importances_block(ablation: Ablation, tables: Tables) -> Block:
+    """One row per axis and pair of axes, the most important for accuracy first, and a column per outcome that varies.
+
+    It has no rows for an ablation of one axis, whose importance is that of all differences.
+    """
+    frame = ablation_frame(tables, ablation, each="run").dropna(subset=[METRIC])  # the costs of others are not whole
+    columns, methods = {}, []
+    for measure, head in MEASURED.items() if len(ablation.axes) > 1 else ():
+        rows = importances(frame, ablation, measure)
+        if len(rows):
+            columns[head] = rows.set_index(["axes", "order"])["importance"]
+            methods += [*rows["method"].unique()]
+    shares = pd.DataFrame(columns)
+    if columns:
+        order = shares.index.get_level_values("order")
+        by = pd.DataFrame({"seeds": order == NOISE, "order": order, "share": -shares.iloc[:, 0].to_numpy()})
+        shares = shares.iloc[by.sort_values(["seeds", "order", "share"], kind="stable").index]
+    cells = [
+        (str(axes), *(ABSENT if pd.isna(share) else percent(share) for share in row))
+        for (axes, _), row in zip(shares.index, shares.itertuples(index=False), strict=True)
+    ]
+    return Block("Importances", tuple(TEXTS[m] for m in dict.fromkeys(methods)), ("axes", *columns), tuple(cells), 1)
