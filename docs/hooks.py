@@ -29,7 +29,7 @@ from fedloom.experiments.runs.presets import CONF, ablations, of_method
 from fedloom.platform.federation.method import Method
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.results.tables import COLUMNS, PARTITION, ROWS, unit_of
-from fedloom.platform.settings import Setting, written
+from fedloom.platform.settings import Setting, settings_of, written
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -102,11 +102,11 @@ def fill_settings(name: str) -> str:
     presets = table(
         ["preset", "what it is"], ([f"`{p}`", header(CONF / "experiment" / f"{p}.yaml")] for p in of_method(name))
     )
-    usual = {} if name == "fedavg" else {s.key: s for s in known_keys(["method=fedavg", "method"])}
+    usual = {} if name == "fedavg" else {s.key: s.default for s in settings_of(METHODS["fedavg"].config(), "method.")}
     keys = [
         s
-        for s in known_keys([f"method={name}", "method"])
-        if s.key != "method.name" and (s.key not in usual or s.default != usual[s.key].default)
+        for s in settings_of(METHODS[name].config(), "method.")
+        if s.key != "method.name" and (s.key not in usual or s.default != usual[s.key])
     ]
     beside = (
         "" if name == "fedavg" else " Keys and defaults of [FedAvg](fedavg.md#keys) that are the same are left out."
@@ -190,7 +190,7 @@ def fill_exports(package: str) -> str:
     module = importlib.import_module(package)
     imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: node.module for node in imports for alias in node.names}
-    return "\n\n".join(f"::: {homes[name]}.{name}" for name in module.__all__)
+    return "\n\n".join(f"::: {homes.get(name, package)}.{name}" for name in module.__all__)
 
 
 FILLS: dict[str, Callable[..., str]] = {
@@ -200,7 +200,12 @@ FILLS: dict[str, Callable[..., str]] = {
 
 def filled(text: str) -> str:
     """A page with its tables."""
-    return re.sub(r"^<!-- fill: (\w+)((?: \w+)*) -->$", lambda m: FILLS[m[1]](*m[2].split()), text, flags=re.M)
+
+    def fill(match: re.Match[str]) -> str:
+        name, *arguments = match[1].split()
+        return FILLS[name](*arguments)
+
+    return re.sub(r"^<!-- fill: (.*) -->$", fill, text, flags=re.M)
 
 
 # -- links that leave docs/, the project's pages, notebooks -----------------------------------------------------------
@@ -269,7 +274,9 @@ def linked_files() -> set[str]:
 def shown(file: str) -> str:
     """A page with a file."""
     language = {".py": "python", ".yaml": "yaml"}.get(Path(file).suffix, "text")
-    return f"---\nsearch:\n  exclude: true\n---\n\n# {file}\n\n```{language}\n{(ROOT / file).read_text().rstrip()}\n```\n"
+    return (
+        f"---\nsearch:\n  exclude: true\n---\n\n# {file}\n\n```{language}\n{(ROOT / file).read_text().rstrip()}\n```\n"
+    )
 
 
 def notebook(file: Path) -> str:
@@ -362,3 +369,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 def on_post_page(output: str, page: Page, **_: Any) -> str:
     """Leads to our copy of what makes the search work in pages that are opened as files."""
     return output.replace(SHIM, f"{relpath('.', os.path.dirname(page.url) or '.')}/vendor/iframe-worker/shim.js")
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """The same for the page that a server shows where there is none."""
+    return output.replace(SHIM, "/vendor/iframe-worker/shim.js")

@@ -49,7 +49,7 @@ seeds: [1]
 def shown_to_run(page: Path) -> list[Block]:
     """The blocks of a page in Python, without the files of tests/plugins, which have tests of their own."""
     files = {file.read_text() for file in PLUGINS.glob("*.py")}
-    return [b for b in blocks(page) if b.language == "python" and not b.mark and b.text not in files]
+    return [b for b in blocks(page) if b.language == "python" and b.text not in files]
 
 
 PAGES = [page for page in READMES if shown_to_run(page)]

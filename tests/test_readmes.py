@@ -188,6 +188,15 @@ def test_commands_parse_and_configurations_compose(words: list[str], beside: Non
         assert known_code(args.words)
 
 
+def test_commands_that_need_more_than_this_machine_are_marked() -> None:
+    """A line above the block says so; they are parsed and composed like all others, and tested elsewhere."""
+    for block in ALL_BLOCKS:
+        if block.language == "console" and block.place.startswith("docs/"):
+            cluster = re.search(r"^(ray (start|job)|fedloom submit)|--address", block.text, re.M)
+            needs = "a cluster" if cluster else "object storage" if "s3://" in block.text else ""
+            assert block.needs == needs, block.place
+
+
 def brings_code(words: Sequence[str]) -> bool:
     named = any(re.fullmatch(r"[\w.]+=\w+:[A-Za-z_]\w*", word) and "=torchvision:" not in word for word in words)
     return words[0] == "run" and (named or "experiment=./mine.yaml" in words)

@@ -23,19 +23,19 @@ SHOWN = re.compile(
 class Block:
     """A fenced block: its language, its text, and the file and line in which it begins.
 
-    `mark` is the comment above it: `cluster` where it needs one, so that it is parsed and not run.
+    `needs` is what the line above it says that its commands need, such as a cluster.
     """
 
     language: str
     text: str
     place: str
-    mark: str = ""
+    needs: str = ""
 
 
 def blocks(page: Path) -> Iterator[Block]:
     """The fenced blocks of a page."""
     text = page.read_text()
-    for match in re.finditer(r"(?:^<!-- (\w+) -->\n\n?)?^```(\w*)\n(.*?)^```$", text, re.S | re.M):
+    for match in re.finditer(r"(?:^\*Needs ([\w ]+)\.\*\n\n)?^```(\w*)\n(.*?)^```$", text, re.S | re.M):
         line = text[: match.start(3)].count("\n") + 1
         yield Block(match[2], match[3], f"{page.relative_to(ROOT)}:{line}", match[1] or "")
 
