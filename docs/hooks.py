@@ -25,7 +25,7 @@ from mkdocs.structure.pages import Page
 
 from fedloom.experiments.arguments import COMMANDS, build_parser
 from fedloom.experiments.catalogue import known_code, known_keys
-from fedloom.experiments.runs.presets import CONF, ablations, of_method
+from fedloom.experiments.runs.presets import CONF, of_method
 from fedloom.platform.federation.method import Method
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.results.tables import COLUMNS, PARTITION, ROWS, unit_of
@@ -43,6 +43,8 @@ HOME = {"README.md": "index.md"}
 SHIM = "https://unpkg.com/iframe-worker/shim"
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```$)", re.S | re.M)
+COLOURS, TABLE = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"<table[^>]*>")
+"""What a terminal is told about colours, and how pandas begins a table."""
 ENDS_WITH = {
     "shared": "one model for all clients",
     "tiers": "a model per tier",
@@ -161,12 +163,6 @@ def fill_plugins() -> str:
     return "\n\n".join(parts)
 
 
-def fill_ablations() -> str:
-    return table(
-        ["ablation", "what it asks"], ([f"`{n}`", header(CONF / "ablation" / f"{n}.yaml")] for n in ablations())
-    )
-
-
 def fill_usage() -> str:
     parser = build_parser(dict.fromkeys(COMMANDS, lambda _: 0))
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
@@ -190,7 +186,10 @@ def fill_exports(package: str) -> str:
     module = importlib.import_module(package)
     imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: node.module for node in imports for alias in node.names}
-    return "\n\n".join(f"::: {homes.get(name, package)}.{name}" for name in module.__all__)
+    return "\n\n".join(
+        f"::: {homes.get(name, package)}.{name}\n    options:\n      show_root_full_path: false"
+        for name in module.__all__
+    )
 
 
 FILLS: dict[str, Callable[..., str]] = {
@@ -293,8 +292,8 @@ def notebook(file: Path) -> str:
             if "image/png" in data:
                 parts.append(f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">')
             elif "text/html" in data:
-                parts.append(f'<div class="output">{"".join(data["text/html"])}</div>')
-            elif printed := "".join(data["text/plain"]).rstrip():
+                parts.append(f'<div class="output">{TABLE.sub("<table>", "".join(data["text/html"]))}</div>')
+            elif printed := COLOURS.sub("", "".join(data["text/plain"])).rstrip():
                 parts.append(f"```text\n{printed}\n```")
     return "\n\n".join(parts) + f"\n\n[The notebook]({file.name})\n"
 

@@ -20,7 +20,6 @@ from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.results.tables import COLUMNS
 from tools.pages import ALL_BLOCKS, PLUGINS, ROOT
 
-
 PYTHON = "fedloom.experiments.python."
 
 
