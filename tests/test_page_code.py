@@ -61,7 +61,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     folder = tmp_path_factory.mktemp("reader")
     copytree(PLUGINS, folder, dirs_exist_ok=True)
     for block in ALL_BLOCKS:
-        if named := re.match(r"# (\w+\.yaml)\n", block.text):
+        if named := re.match(r"# (\w+\.(?:yaml|py))\n", block.text):
             (folder / named[1]).write_text(block.text)
     (folder / "personal.yaml").write_text(PERSONAL)
     with pytest.MonkeyPatch.context() as patch:
