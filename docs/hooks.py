@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from posixpath import normpath, relpath
+from textwrap import dedent
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -24,11 +25,11 @@ from mkdocs.structure.pages import Page
 
 from fedloom.experiments.arguments import COMMANDS, build_parser
 from fedloom.experiments.catalogue import known_code, known_keys
-from fedloom.experiments.runs.presets import CONF, ablations, of_method
+from fedloom.experiments.runs.presets import CONF, of_method
 from fedloom.platform.federation.method import Method
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.results.tables import COLUMNS, PARTITION, ROWS, unit_of
-from fedloom.platform.settings import Setting, written
+from fedloom.platform.settings import Setting, settings_of, written
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -39,8 +40,11 @@ PROJECT = {
 }
 """Pages of the repository that are pages of the site, too."""
 HOME = {"README.md": "index.md"}
+SHIM = "https://unpkg.com/iframe-worker/shim"
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```$)", re.S | re.M)
+COLOURS, TABLE = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"<table[^>]*>")
+"""What a terminal is told about colours, and how pandas begins a table."""
 ENDS_WITH = {
     "shared": "one model for all clients",
     "tiers": "a model per tier",
@@ -71,39 +75,40 @@ def doc_of(method: Method) -> str:
     return inspect.getdoc(inspect.getmodule(method.config)) or ""
 
 
-def settings_table(settings: Iterable[Setting]) -> str:
+def plain(text: str) -> str:
+    """A text of the code, without what Markdown would read into it."""
+    return escape(text, quote=False).replace("*", r"\*")
+
+
+def settings_list(settings: Iterable[Setting]) -> str:
     """The keys as `fedloom keys` prints them."""
-    return table(
-        ["key", "default", "values", "meaning"],
-        (
-            [f"`{s.key}`", f"`{written(s.default)}`", escape(str(s), quote=False), escape(s.help, quote=False)]
-            for s in settings
-        ),
-    )
+    return "\n\n".join(f"`{s.key}={written(s.default)}` {plain(str(s))}\n:   {plain(s.help) or '–'}" for s in settings)
 
 
 def fill_methods() -> str:
     rows = []
     for name, method in METHODS.items():
         first = doc_of(method).partition("\n")[0]
-        rows.append([f"[`{name}`]({name}.md)", first, ENDS_WITH[method.kind], str(len(of_method(name)))])
-    return table(["method", "what it is", "a run ends with", "presets"], rows)
+        rows.append([f"[`{name}`]({name}.md)", first, ENDS_WITH[method.kind]])
+    return table(["method", "what it is", "a run ends with"], rows)
 
 
 def fill_method(name: str) -> str:
-    first, _, box = doc_of(METHODS[name]).partition("\n")
-    return f"{first}\n\n```text\n{box.strip(chr(10))}\n```" if box.strip() else first
+    """The docstring of a method's file; a paragraph with indented lines is the paper's box, or a part of it."""
+    first, *paragraphs = doc_of(METHODS[name]).split("\n\n")
+    boxes = (f"```text\n{dedent(each)}\n```" if "\n  " in f"\n{each}" else each for each in paragraphs)
+    return "\n\n".join([first, *boxes])
 
 
 def fill_settings(name: str) -> str:
     presets = table(
         ["preset", "what it is"], ([f"`{p}`", header(CONF / "experiment" / f"{p}.yaml")] for p in of_method(name))
     )
-    usual = {} if name == "fedavg" else {s.key: s for s in known_keys(["method=fedavg", "method"])}
+    usual = {} if name == "fedavg" else {s.key: s.default for s in settings_of(METHODS["fedavg"].config(), "method.")}
     keys = [
         s
-        for s in known_keys([f"method={name}", "method"])
-        if s.key != "method.name" and (s.key not in usual or s.default != usual[s.key].default)
+        for s in settings_of(METHODS[name].config(), "method.")
+        if s.key != "method.name" and (s.key not in usual or s.default != usual[s.key])
     ]
     beside = (
         "" if name == "fedavg" else " Keys and defaults of [FedAvg](fedavg.md#keys) that are the same are left out."
@@ -115,28 +120,26 @@ def fill_settings(name: str) -> str:
     )
     return (
         f"## Presets\n\n{presets}\n\n## Keys\n\n`fedloom keys method method={name}` prints them.{beside}\n\n"
-        f"{settings_table(keys)}\n\n## Code\n\n{code}"
+        f"{settings_list(keys)}\n\n## Code {{ data-search-exclude }}\n\n{code}"
     )
 
 
 def fill_keys() -> str:
     groups: dict[str, list[Setting]] = {}
     for setting in known_keys(["method=fedavg"]):
-        group = setting.key.partition(".")[0] if "." in setting.key else "the run"
+        group = setting.key.partition(".")[0] if "." in setting.key else "general"
         groups.setdefault(group, []).append(setting)
     groups["method"] = [s for s in groups["method"] if s.key.startswith("method.train.")]
-    return "\n\n".join(f"## {group}\n\n{settings_table(settings)}" for group, settings in groups.items())
+    return "\n\n".join(f"## {group}\n\n{settings_list(settings)}" for group, settings in groups.items())
 
 
 def fill_tables() -> str:
     parts = []
     for name, columns in COLUMNS.items():
         described = {**PARTITION, **columns}
-        rows = (
-            [f"`{c}`", column.kind, unit_of(c), escape(column.meaning, quote=False)] for c, column in described.items()
-        )
-        listed = table(["column", "type", "unit", "meaning"], rows)
-        parts.append(f"### {name}\n\n{ROWS[name][0].upper()}{ROWS[name][1:]}.\n\n{listed}")
+        rows = ([f"`{c}`", column.kind, unit_of(c), plain(column.meaning)] for c, column in described.items())
+        row = f"{ROWS[name][0].upper()}{ROWS[name][1:]}."
+        parts.append(f"### {name}\n\n{row}\n\n{table(['column', 'type', 'unit', 'meaning'], rows)}")
     return "\n\n".join(parts)
 
 
@@ -146,7 +149,7 @@ def fill_plugins() -> str:
         rows = (
             [
                 f"`{code.name}`",
-                escape(code.text, quote=False),
+                plain(code.text),
                 ", ".join(f"`{o.key.rpartition('.')[2]}={written(o.default)}`" for o in code.options),
             ]
             for code in point.built_in
@@ -158,12 +161,6 @@ def fill_plugins() -> str:
             + table(["name", "what it is", "options"], rows)
         )
     return "\n\n".join(parts)
-
-
-def fill_ablations() -> str:
-    return table(
-        ["ablation", "what it asks"], ([f"`{n}`", header(CONF / "ablation" / f"{n}.yaml")] for n in ablations())
-    )
 
 
 def fill_usage() -> str:
@@ -179,7 +176,9 @@ def fill_usage() -> str:
 def fill_pages(folder: str) -> str:
     """The pages of a folder by their titles."""
     titles = ((title_of(f"{folder}/{page.name}"), page.name) for page in (DOCS / folder).glob("*.md"))
-    return "\n".join(f"- [{title}]({name})" for title, name in sorted(titles, key=str) if name != "index.md")
+    return "\n".join(
+        f"- [{title}]({name})" for title, name in sorted(titles, key=lambda each: each[0].lower()) if name != "index.md"
+    )
 
 
 def fill_exports(package: str) -> str:
@@ -187,7 +186,10 @@ def fill_exports(package: str) -> str:
     module = importlib.import_module(package)
     imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: node.module for node in imports for alias in node.names}
-    return "\n\n".join(f"::: {homes[name]}.{name}" for name in module.__all__)
+    return "\n\n".join(
+        f"::: {homes.get(name, package)}.{name}\n    options:\n      show_root_full_path: false"
+        for name in module.__all__
+    )
 
 
 FILLS: dict[str, Callable[..., str]] = {
@@ -197,7 +199,12 @@ FILLS: dict[str, Callable[..., str]] = {
 
 def filled(text: str) -> str:
     """A page with its tables."""
-    return re.sub(r"^<!-- fill: (\w+)((?: \w+)*) -->$", lambda m: FILLS[m[1]](*m[2].split()), text, flags=re.M)
+
+    def fill(match: re.Match[str]) -> str:
+        name, *arguments = match[1].split()
+        return FILLS[name](*arguments)
+
+    return re.sub(r"^<!-- fill: (.*) -->$", fill, text, flags=re.M)
 
 
 # -- links that leave docs/, the project's pages, notebooks -----------------------------------------------------------
@@ -246,7 +253,7 @@ def relinked(text: str, src_uri: str) -> str:
         if not page:
             return title
         page, _, module = page.partition("#")
-        anchor = anchor or module
+        anchor = "" if file in HOME else anchor or module
         return f"[{title}]({relpath(page, os.path.dirname(src_uri) or '.')}{'#' + anchor if anchor else ''})"
 
     return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in CODE.split(text))
@@ -266,7 +273,9 @@ def linked_files() -> set[str]:
 def shown(file: str) -> str:
     """A page with a file."""
     language = {".py": "python", ".yaml": "yaml"}.get(Path(file).suffix, "text")
-    return f"# {file}\n\n```{language}\n{(ROOT / file).read_text().rstrip()}\n```\n"
+    return (
+        f"---\nsearch:\n  exclude: true\n---\n\n# {file}\n\n```{language}\n{(ROOT / file).read_text().rstrip()}\n```\n"
+    )
 
 
 def notebook(file: Path) -> str:
@@ -283,8 +292,8 @@ def notebook(file: Path) -> str:
             if "image/png" in data:
                 parts.append(f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">')
             elif "text/html" in data:
-                parts.append(f'<div class="output">{"".join(data["text/html"])}</div>')
-            elif printed := "".join(data["text/plain"]).rstrip():
+                parts.append(f'<div class="output">{TABLE.sub("<table>", "".join(data["text/html"]))}</div>')
+            elif printed := COLOURS.sub("", "".join(data["text/plain"])).rstrip():
                 parts.append(f"```text\n{printed}\n```")
     return "\n\n".join(parts) + f"\n\n[The notebook]({file.name})\n"
 
@@ -305,7 +314,7 @@ def _expanded(entry: Any, taken: set[str]) -> list[Any]:
     pages = [page.relative_to(DOCS).as_posix() for page in (DOCS / folder).glob("*.md")]
     pages += [f"{folder}/{page.stem}.md" for page in (DOCS / folder).glob("*.ipynb")]
     pages += [uri for uri in PROJECT.values() if uri.startswith(f"{folder}/")]
-    return sorted((page for page in pages if page not in taken), key=title_of)
+    return sorted((page for page in pages if page not in taken), key=lambda page: title_of(page).lower())
 
 
 def title_of(uri: str) -> str:
@@ -352,5 +361,15 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fills a page, and leads its links to where the site has what they mean."""
-    text = filled(markdown)
+    text = filled(markdown).replace("```console\n", "```bash\n")  # whose lines have no prompt
     return text if page.file.src_uri.startswith("source/") else relinked(text, page.file.src_uri)
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Leads to our copy of what makes the search work in pages that are opened as files."""
+    return output.replace(SHIM, f"{relpath('.', os.path.dirname(page.url) or '.')}/vendor/iframe-worker/shim.js")
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """The same for the page that a server shows where there is none."""
+    return output.replace(SHIM, "/vendor/iframe-worker/shim.js")

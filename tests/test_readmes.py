@@ -12,7 +12,7 @@ import shutil
 import sys
 import wave
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,12 @@ from fedloom.platform.methods.registry import METHODS, find_method
 from fedloom.platform.runs.run import planned_stages
 from fedloom.platform.settings import settings_of
 from fedloom.platform.spaces.registry import SPACES
+from tools.pages import ALL_BLOCKS, DOCS, PLUGINS, READMES, ROOT, SHOWN, with_files
 
-ROOT = Path(__file__).resolve().parent.parent
-PLUGINS = ROOT / "tests" / "plugins"
-DOCS = ROOT / "docs"
-READMES = [
-    ROOT / "README.md",
-    *(ROOT / part / "README.md" for part in ("platform", "tiers", "actors", "experiments")),
-    *sorted(DOCS.rglob("*.md")),
-]
 PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 MOST_LINES = 170
 ALIASES = {"describe": ("space=", "space.name="), "prepare": ("dataset=", "data.dataset=")}
 """What two of the commands understand beside configuration keys."""
-SHOWN = re.compile(
-    r"(\[`tests/plugins/(\w+\.py)`\]\(\.\./\.\./tests/plugins/\2\), )(\d+)( lines.*?\n```python\n)(.*?)(```)", re.S
-)
 KEYS = (
     "data",
     "space",
@@ -63,24 +53,6 @@ KEYS = (
     "seeds",
     "ablation",
 )
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its text, and the file and line in which it begins."""
-
-    language: str
-    text: str
-    place: str
-
-
-def blocks(readme: Path) -> Iterator[Block]:
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", readme.read_text(), re.S | re.M):
-        line = readme.read_text()[: match.start()].count("\n") + 2
-        yield Block(match[1], match[2], f"{readme.relative_to(ROOT)}:{line}")
-
-
-ALL_BLOCKS = [block for readme in READMES for block in blocks(readme)]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -159,16 +131,6 @@ def test_links_lead_somewhere(readme: Path) -> None:
 # -- code -------------------------------------------------------------------------------------------------------------
 
 
-def with_files(text: str) -> str:
-    """A README's text with the files of tests/plugins as they are."""
-
-    def shown(match: re.Match[str]) -> str:
-        code = (PLUGINS / match[2]).read_text()
-        return f"{match[1]}{len(code.splitlines())}{match[4]}{code}{match[6]}"
-
-    return SHOWN.sub(shown, text)
-
-
 def test_shown_code_is_the_code_that_is_tested() -> None:
     texts = {readme: readme.read_text() for readme in READMES}
     stale = [str(readme.relative_to(ROOT)) for readme, text in texts.items() if with_files(text) != text]
@@ -190,39 +152,6 @@ def test_python_is_python() -> None:
                         importlib.util.find_spec(f"{node.module}.{alias.name}") if hasattr(module, "__path__") else None
                     )
                     assert hasattr(module, alias.name) or inside, f"{block.place}: {node.module} has no {alias.name}"
-
-
-def test_the_lines_from_python_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (block,) = (b for b in ALL_BLOCKS if "import fedloom as fl" in b.text and b.place.startswith("README.md"))
-    assert len(block.text.splitlines()) <= 12
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fedloom.experiments.report.pages.drawn", lambda _: [])  # the pictures have their own tests
-    names: dict[str, Any] = {}
-    exec(compile(block.text, block.place, "exec"), names)
-    assert capsys.readouterr().out.endswith(f"[('{names['run'].id}', 'done')]\n")
-    assert names["page"]._repr_html_().startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
-    assert sum(parameter.numel() for parameter in names["network"].parameters()) == 71_226
-
-
-def test_the_blocks_of_the_guide_to_python_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, *blocks = (b for b in ALL_BLOCKS if b.place.startswith("docs/how-to/from-python.md"))
-    (tmp_path / "my_code.py").write_text(code.text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block.text, block.place, "exec"), names)
-    assert [run.status for run in names["ablation"].runs] == ["done"] * 4
-    assert names["run"].status == "interrupted"
-    config = next(run.config for run in names["fl"].load("results") if run.config["data"]["dataset"] == "npz")
-    assert config["method"]["train"]["local_rule"] == "my_code:prox"
-    assert config["method"]["train"]["options"] == {"mu": 0.1}
-    assert config["space"]["options"]["code"] == ["my_code:Net"]
-    capsys.readouterr()
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -260,6 +189,15 @@ def test_commands_parse_and_configurations_compose(words: list[str], beside: Non
         assert known_keys(args.given)
     elif command == "plugins":
         assert known_code(args.words)
+
+
+def test_commands_that_need_more_than_this_machine_are_marked() -> None:
+    """A line above the block says so; they are parsed and composed like all others, and tested elsewhere."""
+    for block in ALL_BLOCKS:
+        if block.language == "console" and block.place.startswith("docs/"):
+            cluster = re.search(r"^(ray (start|job)|fedloom submit)|--address", block.text, re.M)
+            needs = "a cluster" if cluster else "object storage" if "s3://" in block.text else ""
+            assert block.needs == needs, block.place
 
 
 def brings_code(words: Sequence[str]) -> bool:

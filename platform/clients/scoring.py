@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.data.dataset import StoredSamples
 
-PERSONAL, GLOBAL = "personal", "global"
-"""The names of a client's own model and the shared model in the tables."""
+PERSONAL = "personal"
+"""The name of a client's own model in the tables."""
+GLOBAL = "global"
+"""The name of the shared model in the tables."""
 
 CALIBRATION_SAMPLES = 512
 """Number of unlabelled samples for estimating a subnet's running statistics before it is scored."""
