@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,7 +65,8 @@ def check_current(sources: PluginSources) -> None:
     """
     for name, file in sources.files.items():
         module = sys.modules.get(name)
-        if module is None or file.suffix != ".py":
+        # Others, as that of pytest, compile something else than the file.
+        if type(getattr(getattr(module, "__spec__", None), "loader", None)) is not SourceFileLoader:
             continue
         compiled = {*_code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True))}
         functions = [f for v in vars(module).values() for f in (vars(v).values() if inspect.isclass(v) else [v])]
@@ -134,6 +136,10 @@ class Names:
         if key in _SPACE and (key == "space.build" or (inspect.isclass(value) and issubclass(value, nn.Module))):
             return {**self._of_module_space(name), **{f"space.options.{n}": v for n, v in options.items()}}
         return {key: name, **{f"{_options(key)}.{n}": v for n, v in options.items()}}
+
+    def keep(self) -> None:
+        """Lets the files stay: something has begun that needs them."""
+        self._written.clear()
 
     def remove(self) -> None:
         """Removes the files that were not there before, and the folders that are empty then."""
@@ -259,7 +265,7 @@ def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
     options = {name: attributes[name] for name in names if name in attributes}
     try:
         is_whole = all(map(is_plain, options.values())) and vars(cls(**options)) == attributes
-    except (TypeError, ValueError):  # it takes other arguments, or holds arrays
+    except (TypeError, ValueError, RuntimeError):  # it takes other arguments, or holds arrays or tensors
         is_whole = False
     if not is_whole:
         raise ValueError(

@@ -32,6 +32,7 @@ from fedloom.experiments.passed import Names, called, check_current, is_plain, n
 from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
+from fedloom.experiments.store.ablations import FOLDER as ABLATIONS
 from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, RunFailedError
@@ -144,6 +145,10 @@ def ablate(
         try:
             with _in_one_line(results):
                 end = run_here(plan, results, quiet=quiet)
+        except ValueError:
+            if (local_root(results) / ABLATIONS / plan.ablation_id).exists():  # a search has run some of its trials
+                names.keep()
+            raise
         finally:
             torch.set_num_threads(threads)
     if end.kind != "done":

@@ -118,8 +118,9 @@ def known_points(root: Path, ablation: Ablation) -> list[Known]:
     points: list[Known] = []
     for trials in _by_point(ablation):
         ends = {states[trial.index] for trial in trials}
-        values = [float(of_run[t.run_id]) for t in trials if states[t.index] == "done"]
-        lacking = next((t for t, value in zip(trials, values, strict=False) if value != value), None)
+        done = [trial for trial in trials if states[trial.index] == "done"]
+        values = [float(of_run[trial.run_id]) for trial in done]
+        lacking = next((trial for trial, value in zip(done, values, strict=True) if value != value), None)
         if lacking is not None:
             raise ValueError(
                 f"run {lacking.run_id} has no validation accuracy, by which a Bayesian search compares: its method "

@@ -26,14 +26,23 @@ def is_serial(ablation: Ablation) -> bool:
     return all(t.config["executor"]["kind"] == "serial" or t.config["dry_run"] for t in ablation.trials)
 
 
-def run_in_process(
-    ablation: Ablation, place: ResultsPlace, view: AblationView, *, is_new: bool, begin: int = 0
-) -> None:
-    """Runs or resumes the trials from `begin` on that are not done, in the order of the plan.
+def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, *, is_new: bool) -> None:
+    """Runs or resumes the trials that are not done, in the order of the plan.
 
     A Bayesian search goes on until it has all of its points.
     Raises ValueError for a trial that cannot run, before any file of a new ablation is written.
     """
+    begin = 0
+    while True:
+        _run_trials(ablation, place, view, is_new=is_new, begin=begin)
+        longer = next_batch(place.root, ablation)
+        if longer is None:
+            return
+        write_ablation(place.root, longer, replaces=True)
+        ablation, begin, is_new = longer, len(ablation.trials), False
+
+
+def _run_trials(ablation: Ablation, place: ResultsPlace, view: AblationView, *, is_new: bool, begin: int) -> None:
     states = trial_states(place.root, ablation)[begin:]
     indices = [s.trial.index for s in states if s.state not in FINAL]
     left = [ablation.trials[index] for index in indices]
@@ -63,6 +72,3 @@ def run_in_process(
                 events.ended(trial.index, End(str(news[END]), str(news[MESSAGE])))
             finally:
                 run.stop()
-    if (longer := next_batch(place.root, ablation)) is not None:
-        write_ablation(place.root, longer, replaces=True)
-        run_in_process(longer, place, view, is_new=False, begin=len(ablation.trials))

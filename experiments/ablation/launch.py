@@ -128,7 +128,9 @@ def retry_failed(
     indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state in FAILED]
     if not indices:
         raise ValueError(f"no trial of {ablation.ablation_id} has failed: --resume runs those that were not yet run")
-    return _again(ablation, place, view, indices, Resume("", changed_plugins, take_over))
+    how = Resume("", changed_plugins, take_over)
+    end = _again(ablation, place, view, indices, how)
+    return _searched(ablation, place, view, how) if end.kind in ("done", "failed") else end
 
 
 def _fetched(ablation: Ablation, results: str | Path) -> ResultsPlace:

@@ -165,7 +165,7 @@ def _chosen(config: AblationConfig, setting: Changes) -> Point:
     changes = (
         (name, setting[name], axis.settings.get(setting[name]) if axis.settings else None) for name, axis in axes
     )
-    return _point([(n, v, changed or {config.axes[n].key: v}) for n, v, changed in changes])
+    return _point([(n, v, {config.axes[n].key: v} if changed is None else changed) for n, v, changed in changes])
 
 
 def _base(named: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -115,7 +116,10 @@ class Index:
         with self._lock:
             self._find_runs()
             for run_id, seen in self._runs.items():
-                self._look_at(run_id, seen)
+                try:
+                    self._look_at(run_id, seen)
+                except OSError as error:  # of a folder that others may not read, say
+                    self._update(run_id, seen, _unknown(seen.paths, said(error)))
             self._look_at_ablations()
         if self._waiting:
             self._wake.set()
@@ -146,7 +150,11 @@ class Index:
 
     def _find_runs(self) -> None:
         """Lists the runs if an entry was added to the folder of an experiment, or removed from it."""
-        folders = {path: path.stat().st_mtime_ns for path in self.root.glob("*/experiment=*") if path.is_dir()}
+        folders: dict[Path, int] = {}
+        for path in self.root.glob("*/experiment=*"):
+            with suppress(OSError):
+                if path.is_dir():
+                    folders[path] = path.stat().st_mtime_ns
         # Two runs may be added within one tick of the file system's clock, of which the first was listed.
         is_settled = max(folders.values(), default=0) < self._listed_ns - SETTLED_NS
         if folders == self._folders and is_settled:
@@ -186,7 +194,10 @@ class Index:
         ablations: dict[str, tuple[Stamps, dict[str, Any]]] = {}
         for name in ablation_ids(self.root):
             folder = self.root / FOLDER / name
-            stamps = (stamp_of(folder / PLAN), stamp_of(folder / STATUS))
+            try:
+                stamps = (stamp_of(folder / PLAN), stamp_of(folder / STATUS))
+            except OSError:
+                continue
             before = self._ablations.get(name)
             is_running = before is not None and before[1]["state"] in ("running", "stalled")
             ablations[name] = before if before and before[0] == stamps and not is_running else (stamps, _driver(folder))
@@ -221,7 +232,10 @@ class Index:
             run_id = max(self._waiting)  # ids begin with the time
             del self._waiting[run_id]
             seen = self._runs[run_id]
-        stamps = stamps_of(seen.paths, "runs", "evaluations")
+        try:
+            stamps = stamps_of(seen.paths, "runs", "evaluations")
+        except OSError:
+            return True  # the list says that it cannot be read
         if stamps == seen.tables:
             return True
         values = _of_tables(seen.paths)
@@ -237,16 +251,21 @@ def _small_files(paths: RunPaths, *, has_names: bool) -> dict[str, Any]:
     """What a run's status and names say; a damaged or missing status has the state unknown."""
     names = read_names(paths.artifacts) if has_names else NO_NAMES
     known = {
-        "id": paths.run_id,
-        "preset": paths.experiment,
+        **_unknown(paths, ""),
         "name": None if names.name is None else shown(names.name, most=LONGEST),
         "tags": [shown(tag, most=LONGEST) for tag in names.tags[:MOST_TAGS]],
     }
     try:
         status = read_status(paths.status)
     except ValueError as error:
-        return {**known, "state": "unknown", "stage": "", "round": 0, "rounds": 0, "message": said(error), "beat": None}
+        return {**known, "message": said(error)}
     return {**known, **_of_status(status)}
+
+
+def _unknown(paths: RunPaths, why: str) -> dict[str, Any]:
+    """What is said of a run whose files cannot be read."""
+    known: dict[str, Any] = {"id": paths.run_id, "preset": paths.experiment, "name": None, "tags": []}
+    return {**known, "state": "unknown", "stage": "", "round": 0, "rounds": 0, "message": why, "beat": None}
 
 
 def _of_status(status: Status) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class Board:
         check_address(host, token)
         self.index, self.reader = Index(results), views.Reader()
         self._host, self._token = host, token.encode()
+        self._names = () if is_loopback(host) else (platform.node().lower(), socket.getfqdn().lower())
         self._refreshing = asyncio.Lock()
         self.refresh_s = REFRESH_S
         self._next_refresh_s = 0.0
@@ -141,13 +142,13 @@ class Board:
         try:
             return bool(ipaddress.ip_address(name))
         except ValueError:
-            return name in (platform.node().lower(), socket.getfqdn().lower())
+            return name in self._names
 
     def _may_see(self, request: web.Request) -> bool:
         if not self._token or request.path in OPEN:
             return True
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        cookie = request.cookies.get(COOKIE, "").encode()
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
+        cookie = request.cookies.get(COOKIE, "").encode(errors="surrogateescape")
         return hmac.compare_digest(bearer, self._token) or hmac.compare_digest(cookie, self._pass().encode())
 
     def _pass(self) -> str:

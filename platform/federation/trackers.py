@@ -6,6 +6,7 @@ Each tracker has a thread and a process of its own, so that nothing it does ends
 import importlib.util
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -72,7 +73,8 @@ class Trackers:
         self._trackers = [_Tracker(name, config.project, run, paths) for name in config.processes]
         behind = [tracker.sent for tracker in self._trackers if tracker.sent < step]
         for at, values in _history(paths, min(behind)) if behind else ():
-            self._send(at, values)
+            for tracker in self._trackers:
+                tracker.put(at, values)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Sends a round's values; those of a stage's end belong to its last round."""
@@ -83,26 +85,29 @@ class Trackers:
 
     def _send(self, step: int, values: Mapping[str, float]) -> None:
         for tracker in self._trackers:
-            tracker.put(step, values)
+            tracker.put(step, values, most=MOST_WAITING)
 
     def close(self, state: str) -> None:
         """Waits a few seconds for the trackers, and says how many rounds they lack."""
+        if not self._trackers:
+            return
         models = []
-        if self._trackers and self._models and state == "done":
+        if self._models and state == "done":
             rows = read_runs([self._paths], "models").drop_duplicates("file")
-            for place in rows.to_dict("records"):
-                named = "-".join(str(place[name]) for name in ("stage", "tier", "architecture") if place[name])
-                models.append((str(self._paths.artifacts / str(place["file"])), named.replace("/", "-")))
+            for row in rows.to_dict("records"):
+                named = "-".join(str(row[name]) for name in ("stage", "tier", "architecture") if row[name])
+                models.append((str(self._paths.artifacts / str(row["file"])), named.replace("/", "-")))
         for tracker in self._trackers:
             tracker.end(state, models)
+        began_s = time.monotonic()
         for tracker in self._trackers:
-            tracker.wait(ALL_S if state == "done" else END_S, MODELS_S if models else END_S)
+            tracker.wait(began_s, ALL_S if state == "done" else END_S, MODELS_S if models else END_S)
 
 
 def _history(paths: RunPaths, first: int) -> Iterator[tuple[int, Mapping[str, float]]]:
     """The values of a run's rounds in its tables, from a step on."""
     tables = ((name, read_runs([paths], name)) for name in ("rounds", "evaluations"))
-    records = {name: json.loads(rows.to_json(orient="records")) for name, rows in tables}
+    records = {name: json.loads(rows.to_json(orient="records", double_precision=15)) for name, rows in tables}
     steps = {(row["stage"], row["round"]): step for step, row in enumerate(records["rounds"])}
     last_of_stage = {stage: step for (stage, _), step in steps.items()}
     rows_of: dict[int, list[Row]] = {step: [("rounds", row)] for step, row in enumerate(records["rounds"])}
@@ -124,11 +129,16 @@ class _Tracker:
 
     def __init__(self, name: str, project: str, run: TrackedRun, paths: RunPaths) -> None:
         self.name, self._file = name, paths.artifacts / FOLDER / f"{name}.json"
-        self._told = {"project": project, "handle": None, "url": None, "rounds": 0} | _earlier(self._file, project)
-        self.sent = int(self._told["rounds"])
+        begun: dict[str, Any] = {"project": project, "handle": None, "url": None, "rounds": 0, "lacking": []}
+        self._told = begun | _earlier(self._file, project)
+        self._lacking = {*self._told["lacking"]}
+        """Rounds before the last one sent that the tracker does not have."""
+        self._last = int(self._told["rounds"]) - 1
+        self.sent = min(self._lacking, default=self._last + 1)
+        """The first round that was not sent."""
         self._begin = {**asdict(run), "project": project, "handle": self._told["handle"]}
-        self._queue: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue(MOST_WAITING)
-        self._rounds, self._unsent, self._last = set[int](), set[int](), self.sent - 1
+        self._queue: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue()
+        self._rounds, self._unsent = set[int](), set[int]()
         self._end: tuple[str, Sequence[tuple[str, str]]] | None = None
         self._answered_s = time.monotonic()
         self._warned, self._over = False, False
@@ -136,23 +146,22 @@ class _Tracker:
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, values: Mapping[str, float]) -> None:
-        """Queues a round, unless the tracker has it already."""
-        if step < self.sent - 1 or (step == self.sent - 1 and step not in self._rounds):
+    def put(self, step: int, values: Mapping[str, float], most: float = math.inf) -> None:
+        """Queues a round, unless an earlier process has sent it, or so many wait already."""
+        if step <= self._last and step not in self._lacking and step not in self._rounds:
             return
         self._rounds.add(step)
         self._unsent.add(step)
-        with suppress(queue.Full):
-            self._queue.put_nowait((step, values))
+        if self._queue.qsize() < most:
+            self._queue.put((step, values))
 
     def end(self, state: str, models: Sequence[tuple[str, str]]) -> None:
         """The run has ended, and nothing is queued any more."""
         self._end = state, models
         self._answered_s = time.monotonic()
 
-    def wait(self, most_s: float, patience_s: float) -> None:
+    def wait(self, began_s: float, most_s: float, patience_s: float) -> None:
         """Waits until the tracker has all rounds, or does not answer; then its process is killed."""
-        began_s = time.monotonic()
         while self._thread.is_alive():
             now_s = time.monotonic()
             if now_s - self._answered_s > patience_s or now_s - began_s > max(most_s, patience_s):
@@ -175,7 +184,7 @@ class _Tracker:
                 try:
                     step, values = self._queue.get(timeout=0.1)
                 except queue.Empty:
-                    if self._end is not None:
+                    if self._end is not None and self._queue.empty():
                         break
                     continue
                 self._tried({"step": step, "values": values}, step)
@@ -211,8 +220,9 @@ class _Tracker:
         elif step is not None:
             self._unsent.discard(step)
             self._last = max(self._last, step)
-            self.sent = min({*self._unsent}, default=self._last + 1)
-            self._told["rounds"] = self.sent
+            lacking = sorted(each for each in ({*self._unsent} | self._lacking) - {step} if each < self._last)
+            self._lacking = {*lacking}
+            self._told |= {"rounds": self._last + 1, "lacking": lacking}
             self._write_down()
 
     def _ask(self, message: Mapping[str, Any], *, raises: bool = True) -> dict[str, Any]:
@@ -264,8 +274,8 @@ def _earlier(file: Path, project: str) -> dict[str, Any]:
     """What an earlier process of the run has written down, if it is of the same project."""
     try:
         told = read_json(file)
-        if told["project"] == project and isinstance(told["rounds"], int):
-            return {name: told[name] for name in ("handle", "url", "rounds")}
+        if told["project"] == project and all(type(step) is int for step in (told["rounds"], *told["lacking"])):
+            return {name: told[name] for name in ("handle", "url", "rounds", "lacking")}
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return {}

@@ -310,13 +310,13 @@ def _go(
     status = StatusFile(paths.status, watcher.cluster)
     status.write("running", message="starting workers")
     executor: Executor | None = None
+    trackers = _trackers(config, writer)
     heartbeat = Heartbeat(status)
     log = log_to(paths.logs)
     CONSOLE.info("run %s", paths.run_id)
     events: Events = NoEvents()
     if _has_event_files(config):
         events = EventFiles(paths.artifacts / EVENTS, writer.position["rounds"], asdict(config))
-    trackers = _trackers(config, writer)
     recorder = Recorder(writer, asdict(config), beginning.saved, events, stored, trackers.add)
     try:
         with _end_written(recorder, status):
@@ -342,11 +342,21 @@ def _go(
             )
             loop.run(beginning.state)
     finally:
-        trackers.close(read_status(paths.status).state)
-        heartbeat.stop()
-        if executor is not None:
-            executor.close()
-        close_log(log)
+        try:
+            trackers.close(_state_of(paths))
+        finally:
+            heartbeat.stop()
+            if executor is not None:
+                executor.close()
+            close_log(log)
+
+
+def _state_of(paths: RunPaths) -> str:
+    """How the run has ended; failed if its files are gone."""
+    try:
+        return read_status(paths.status).state
+    except (OSError, ValueError):
+        return "failed"
 
 
 def _has_event_files(config: RunConfig) -> bool:

@@ -74,7 +74,11 @@ class _Unpacked:
         if not path.startswith(_OF_TORCH):
             raise ValueError(f"it names {path}, which is not in space.options.code")
         module, _, name = path.partition(":")
-        return getattr(importlib.import_module(module), name)
+        code = getattr(importlib.import_module(module), name)
+        # What these modules have imported is not theirs.
+        if import_path(code) != path:
+            raise ValueError(f"it names {path}, which is no module or function of torch.nn")
+        return code
 
     def network(self) -> nn.Module:
         for path, (_, state) in reversed(self._states.items()):  # what a module holds is whole before the module is
@@ -153,7 +157,7 @@ class _Packing:
         if type(value) in (dict, OrderedDict):
             items = [[self._value(k, where), self._value(v, f"{where}.{k}".lstrip("."))] for k, v in value.items()]
             return {type(value).__name__: items}
-        if isinstance(value, list | tuple | set):  # torch.Size is a tuple
+        if type(value) in (list, tuple, set, torch.Size):
             kind = next(name for name, of in _CONTAINERS.items() if isinstance(value, of))
             content = sorted(value, key=repr) if kind == "set" else value  # in the same order in every process
             return {kind: [self._value(each, f"{where}.{i}".lstrip(".")) for i, each in enumerate(content)]}

@@ -24,13 +24,13 @@ AXES = {
     "share": AxisConfig("data.alpha", uniform=[2.0, 3.0]),
     "rounds": AxisConfig("method.train.rounds", integers=[1, 3]),
     "rule": AxisConfig("method.train.weighting", values=["opa", "plain"]),
-    "both": AxisConfig(settings={"few": {"executor.threads": 1}, "many": {"executor.threads": 2}}),
+    "both": AxisConfig(settings={"few": {}, "many": {"executor.threads": 2}}),
 }
 
 SEARCH = """
 axes:
   lr: {key: method.train.lr, log_uniform: [0.001, 1]}
-  epochs: {key: method.train.epochs, values: [1, 2]}
+  epochs: {settings: {preset's: {}, two: {method.train.epochs: 2}}}
 seeds: [1]
 overrides: [method.train.rounds=1, executor.kind=serial, data.num_clients=8, method.train.clients_per_round=2]
 search: {kind: bayesian, samples: 3, seed: 5, batch: 2}

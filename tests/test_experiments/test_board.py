@@ -125,6 +125,24 @@ def test_what_is_damaged_is_listed_as_such_beside_the_others(tmp_path: Path) -> 
     assert (drawn["c3"]["y"], "not a readable Parquet" in drawn["c3"]["problem"]) == ([], True)
 
 
+def test_a_run_that_may_not_be_read_is_listed_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in the folder of somebody else is, for all but the superuser."""
+    from fedloom.experiments.board.index import stamp_of
+
+    def refused(path: Path) -> Any:
+        if "closed" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return stamp_of(path)
+
+    for name in ("20260101-000000-open", "20260101-000001-closed"):
+        add_run(tmp_path, name)
+    monkeypatch.setattr("fedloom.experiments.board.index.stamp_of", refused)
+    listed = read_all(Index(tmp_path))
+    assert listed["20260101-000000-open"]["state"] == "done"
+    closed = listed["20260101-000001-closed"]
+    assert (closed["state"], closed["message"]) == ("unknown", "[Errno 13] Permission denied")
+
+
 def test_the_accuracy_of_the_list_is_that_of_the_outcomes(trained: RunPaths) -> None:
     listed = read_all(Index(trained.root))[trained.run_id]
     frame = outcomes(load(trained.root))

