@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from io import BytesIO
 from itertools import cycle
 from math import inf
@@ -393,7 +394,7 @@ def _begin_copy() -> None:
     """Lets a copy end in silence: with its command, whether that is killed or interrupted together with its copies."""
     from matplotlib.transforms import TransformNode
 
-    TransformNode.__setstate__ = restore_transform  # type: ignore[method-assign]
+    setattr(TransformNode, "__setstate__", restore_transform)  # noqa: B010 - its stubs do not name it
     for interrupt in INTERRUPTS:
         signal.signal(interrupt, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
@@ -411,8 +412,12 @@ def restore_transform(node: TransformNode, state: dict[str, Any]) -> None:
     parents: dict[int, weakref.ref[TransformNode]] = {}
     for parent in depending:
         key = id(parent)
-        parents[key] = weakref.ref(parent, lambda _, key=key: parents.pop(key, None))
+        parents[key] = weakref.ref(parent, partial(_forget, parents, key))
     state["_parents"] = parents
+
+
+def _forget(parents: dict[int, weakref.ref[TransformNode]], key: int, _: object) -> None:
+    parents.pop(key, None)
 
 
 def _end_with_command() -> None:
