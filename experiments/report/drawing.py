@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from io import BytesIO
 from itertools import cycle
 from math import inf
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
+    from matplotlib.transforms import TransformNode
 
 T = TypeVar("T")
 
@@ -389,10 +392,32 @@ def _answered(answer: Future[Images] | None, figure: Figure) -> Images:
 
 def _begin_copy() -> None:
     """Lets a copy end in silence: with its command, whether that is killed or interrupted together with its copies."""
+    from matplotlib.transforms import TransformNode
+
+    setattr(TransformNode, "__setstate__", restore_transform)  # noqa: B010 - its stubs do not name it
     for interrupt in INTERRUPTS:
         signal.signal(interrupt, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
     threading.Thread(target=_end_with_command, daemon=True).start()
+
+
+def restore_transform(node: TransformNode, state: dict[str, Any]) -> None:
+    """Restores a pickled transform, with those that depend on it by their ids in this process.
+
+    matplotlib's own keeps the ids of the process that pickled it. Another transform may have one of them here and take
+    its place: one that depends is not told of a new resolution then, and now and then a text stood a line too low.
+    """
+    node.__dict__ = state
+    depending = [parent for parent in state["_parents"].values() if parent is not None]
+    parents: dict[int, weakref.ref[TransformNode]] = {}
+    for parent in depending:
+        key = id(parent)
+        parents[key] = weakref.ref(parent, partial(_forget, parents, key))
+    state["_parents"] = parents
+
+
+def _forget(parents: dict[int, weakref.ref[TransformNode]], key: int, _: object) -> None:
+    parents.pop(key, None)
 
 
 def _end_with_command() -> None:

@@ -1,6 +1,8 @@
 """Figures are drawn by copies of the process: the same bytes, and no copy's end costs one."""
 
+import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import sys
 import psutil
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.transforms import Affine2D, TransformNode
 
 from fedloom.experiments.report import drawing
 from fedloom.experiments.report.content import Picture
@@ -53,6 +56,21 @@ def test_copies_draw_the_same_bytes(drawn_here: list[int], monkeypatch: pytest.M
     assert by_copies[0].pdf.startswith(b"%PDF")
 
 
+def test_what_depends_on_a_transform_is_found_in_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of another process could be those of other transforms, whose texts would then stand elsewhere."""
+    monkeypatch.setattr(TransformNode, "__setstate__", drawing.restore_transform)
+    base = Affine2D()
+    whole = base + Affine2D().scale(2.0)
+    assert whole.transform((1.0, 1.0)).tolist() == [2.0, 2.0]
+    copied, copy_of_base = pickle.loads(pickle.dumps((whole, base)))
+    assert id(copied) in copy_of_base._parents
+    copy_of_base.translate(1.0, 0.0)
+    assert copied.transform((1.0, 1.0)).tolist() == [4.0, 2.0]
+    del copied
+    gc.collect()
+    assert not copy_of_base._parents
+
+
 def test_figures_whose_copies_were_killed_are_drawn_here(
     drawn_here: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +94,7 @@ def test_a_figure_that_cannot_be_drawn_raises_and_says_nothing_elsewhere(
 SLOW = """
 import os, signal, sys, time
 from matplotlib.figure import Figure
+from matplotlib.transforms import Affine2D, TransformNode
 from fedloom.experiments.report import drawing
 from fedloom.experiments.report.content import Picture
 
