@@ -422,7 +422,10 @@ def _board(args: argparse.Namespace) -> int:
         sys.stdout.write((json.dumps({"url": url}) if args.json else text) + "\n")
         sys.stdout.flush()
 
-    run_board(_here(args, None, tensors=False), args.host, args.port, token, tell)
+    root = _here(args, None, tensors=False)
+    if not root.is_dir():
+        complain(f"{args.results} does not exist yet: its runs will be shown")
+    run_board(root, args.host, args.port, token, tell)
     return OK
 
 

@@ -87,7 +87,7 @@ def script(shell: str, words: Words | None = None) -> str:
 
 BASH = r"""# Completion of fedloom: source <(fedloom completion bash), or the same with zsh.
 _fedloom_runs() {
-  command ls -d results/artifacts/*/* 2> /dev/null | command sed 's|.*/||'
+  command ls -d results/artifacts/* 2> /dev/null | command sed 's|.*/||'
 }
 _fedloom() {
   local line="$${COMP_LINE:0:$$COMP_POINT}" command="" words="" current="" before="" value=""
@@ -142,7 +142,7 @@ $values
     end
 end
 function __fedloom_runs
-    command ls -d results/artifacts/*/* 2> /dev/null | string replace -r '.*/' ''
+    command ls -d results/artifacts/* 2> /dev/null | string replace -r '.*/' ''
 end
 complete -c fedloom -f
 $commands

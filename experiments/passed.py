@@ -122,7 +122,7 @@ class Names:
             return {
                 n: v for inner, each in _flat(value, f"{key}." if key else "") for n, v in self.of(inner, each).items()
             }
-        if is_plain(value):
+        if is_plain(value) and not (key in _DATA and _has_arrays(value)):
             return {key: value}
         if key in _DATA and (arrays := _arrays(key, value)) is not None:
             return {"data.dataset": "npz", "data.options.path": self._stored_arrays(arrays, _kind(value))}
@@ -255,7 +255,7 @@ def _importable(key: str, code: Any) -> str:
 def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
     """The class of an object and those of its attributes that are the class's options, if they make an equal one."""
     cls = type(value)
-    if cls.__module__ == "builtins":
+    if cls.__module__ == "builtins" or isinstance(value, Tensor | list | tuple | dict | set):
         raise ValueError(
             f"{key}={shown(value, repr)}: give a number, text, True, False or None, a list or dictionary of these, or "
             "where a name is taken code, a network or a data set of one's own"
@@ -278,6 +278,10 @@ def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
 # -- data sets ---------------------------------------------------------------------------------------------------------
 
 
+def _has_arrays(value: Any) -> bool:
+    return any(isinstance(part, np.ndarray) for part in (value if isinstance(value, list | tuple) else [value]))
+
+
 def _arrays(key: str, value: Any) -> dict[str, AnyArray] | None:
     """The arrays of a data set, or of a pair for training and testing, by their names in the file; None for others."""
     if isinstance(value, Arrays):
@@ -287,6 +291,11 @@ def _arrays(key: str, value: Any) -> dict[str, AnyArray] | None:
         names = value.class_names
     else:
         pair = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(part, Tensor | np.ndarray) for part in pair):
+            raise ValueError(
+                f"{key}: tensors and arrays are no data set: give TensorDataset(x, y) of torch, or a pair of these for "
+                "training and testing"
+            )
         if not 1 <= len(pair) <= 2 or not all(isinstance(part, Dataset) for part in pair):
             return None
         parts = {name: _stacked(key, part) for name, part in zip(("train", "test"), pair, strict=False)}

@@ -46,7 +46,7 @@ from fedloom.platform.results.tables import read_runs
 from fedloom.platform.runs.run_files import sources_of
 from fedloom.platform.runs.source_code import plugin_sources
 from fedloom.platform.settings import validated
-from fedloom.platform.words import naming
+from fedloom.platform.words import naming, shown
 
 if TYPE_CHECKING:
     from fedloom.experiments.report.pages import ReportFiles
@@ -80,6 +80,8 @@ def run(
     Raises, with the line that the command prints: ValueError where the command exits with 2, before anything is
     written; RunFailedError if the run fails or cannot go on; KeyboardInterrupt if it is interrupted.
     """
+    if on_round is not None and not callable(on_round):
+        raise ValueError(f"on_round={shown(on_round, repr)}: give a function of one argument, the round's progress")
     with _View(quiet, on_round) as view:
         view.doing("preparing the run")
         threads = torch.get_num_threads()
@@ -165,6 +167,8 @@ def _definition(
     ablation: str | Path | Mapping[str, Any] | None,
 ) -> tuple[str, AblationConfig, str]:
     """The name and definition of an ablation, and what errors call it."""
+    if seeds is not None and (isinstance(seeds, str) or not isinstance(seeds, Iterable)):
+        raise ValueError(f"seeds={shown(seeds, repr)}: give a list, such as [1, 2, 3]")
     if isinstance(ablation, str | Path):
         if over:
             raise ValueError(f"give either over= or ablation={ablation}, which has axes of its own")
@@ -236,6 +240,8 @@ def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
 @contextmanager
 def _composed(experiment: str | None, changes: Mapping[str, Any]) -> Iterator[tuple[list[str], RunConfig]]:
     """The overrides and the configuration; if the block refuses it, by ValueError, nothing of it is left."""
+    if experiment is None and not changes:
+        raise ValueError('give a preset, such as fl.run("fedavg_digits"), or values of a configuration')
     preset = [] if experiment is None else [f"experiment={experiment}"]
     with ExitStack() as stack:
         with _in_one_line():

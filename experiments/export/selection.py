@@ -96,7 +96,7 @@ def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
 
 def target_label(text: str) -> str:
     """The canonical spelling of a target, such as macs=1e9; ValueError for other texts."""
-    name, _, value = (part.strip() for part in text.partition("="))
+    name, _, value = (part.strip() for part in str(text).partition("="))
     try:
         return f"{name}={float(value):.10g}"
     except ValueError:

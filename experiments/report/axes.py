@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,6 +22,9 @@ DECADE = 10.0
 
 MOST_TICKS = 6
 """Maximum number of numeric values with a tick each; for more values matplotlib chooses the ticks."""
+
+ROOM = 0.05
+"""Share of the axis that a tick's label needs."""
 
 ASIDE = 0.009
 """The distance of neighbouring lines, whose bars would cover each other, as a share of the axis."""
@@ -134,12 +139,20 @@ def _ticks(axes: Axes, scale: Scale) -> None:
     elif scale.kind == "symlog":
         # 0 is one decade below the smallest positive value.
         axes.set_xscale("symlog", linthresh=min(p for p in positions.values() if p > 0))
-    if len(positions) <= MOST_TICKS:
+    if len(positions) <= MOST_TICKS and _are_apart(scale):
         axes.set_xticks(list(positions.values()), [value_text(value) for value in positions], minor=False)
         axes.minorticks_off()
     elif scale.kind != "linear":
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _are_apart(scale: Scale) -> bool:
+    """Whether labels at all values have room, which those that a search has drawn need not have."""
+    at = sorted(scale.positions.values())
+    if scale.kind == "log":
+        at = [math.log(value) for value in at]
+    return scale.kind == "symlog" or all(after - before > ROOM * (at[-1] - at[0]) for before, after in pairwise(at))
 
 
 def mark(axes: Axes, values: Sequence[Any], value: Any) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
 from fedloom.platform.data.config import WITH_ALPHA, DataConfig
@@ -44,7 +45,7 @@ def _may_use_momentum(optimizer: str) -> bool:
 NEEDS: dict[type, tuple[_Needs, ...]] = {
     DataConfig: (
         _Needs("alpha", "partition", WITH_ALPHA.__contains__, ", ".join(WITH_ALPHA)),
-        _Needs("shards_per_client", "partition", "shards".__eq__, "shards"),
+        _Needs("shards_per_client", "partition", partial(eq, "shards"), "shards"),
     ),
     TiersConfig: (
         _Needs("max_step_s step_batch_size", "device_table", _is_given, "a device table"),
@@ -59,23 +60,23 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
             _is_missing,
             "runs without a device table, which has these columns",
         ),
-        _Needs("ray.detached", "executor.kind", "ray".__eq__, "ray"),
+        _Needs("ray.detached", "executor.kind", partial(eq, "ray"), "ray"),
         _Needs("tracking.project tracking.models", "tracking.to", _is_given, "trackers"),
         _Needs("tracking.to ray.detached stop.patience stop.target", "dry_run", _is_missing, "runs that train"),
     ),
     DevicesConfig: (
         _Needs("availability_period_s", "availability_table", _is_given, "devices that are not always online"),
-        _Needs("availability_share", "availability_table", GENERATED.__eq__, GENERATED),
+        _Needs("availability_share", "availability_table", partial(eq, GENERATED), GENERATED),
     ),
     FailuresConfig: (
-        _Needs("attempts", "policy", "retry".__eq__, "retry"),
-        _Needs("max_share", "policy", "tolerate".__eq__, "tolerate"),
+        _Needs("attempts", "policy", partial(eq, "retry"), "retry"),
+        _Needs("max_share", "policy", partial(eq, "tolerate"), "tolerate"),
     ),
     TrainingConfig: (
         _Needs("momentum", "optimizer", _may_use_momentum, "sgd"),
         _Needs("max_staleness", "asynchronous", _is_given, "asynchronous rounds"),
-        _Needs("final_lr_share", "schedule", "cosine".__eq__, "cosine"),
-        _Needs("step_rounds", "schedule", "steps".__eq__, "steps"),
+        _Needs("final_lr_share", "schedule", partial(eq, "cosine"), "cosine"),
+        _Needs("step_rounds", "schedule", partial(eq, "steps"), "steps"),
     ),
     AttackConfig: (_Needs("name options", "share", _is_given, "attackers"),),
     PrivacyConfig: (
