@@ -79,9 +79,9 @@ OWN = ("plugins.py", "eval(annotation, names)")
 SAFE_YAML = ("items.py", "yaml.load(text, getattr(yaml, 'CSafeLoader', yaml.SafeLoader))")
 """What `yaml.safe_load` does, by libyaml's parser where there is one: both loaders make nothing but plain values."""
 IMPORTING = ("import_module", "__import__", "exec_module", "run_path", "run_module")
-IMPORTERS = {"plugins.py", "shipping.py"}
-"""Who imports by a name: code that a configuration chooses (whose stored names `check_code_places` looks at), and
-parts of fedloom."""
+IMPORTERS = {"plugins.py", "shipping.py", "tracker_process.py"}
+"""Who imports by a name: code that a configuration chooses (whose stored names `check_code_places` looks at), parts of
+fedloom, and the packages of trackers, which are listed there."""
 
 
 def calls(path: Path) -> list[tuple[str, str]]:

@@ -8,7 +8,6 @@ where import paths are checked and their sources copied as those of any code of 
     fedloom run space.name=module space.build=fedloom.platform.spaces.as_is:stored space.options.path=net.safetensors
 """
 
-import importlib
 import json
 import sys
 from collections import OrderedDict
@@ -74,7 +73,7 @@ class _Unpacked:
         if not path.startswith(_OF_TORCH):
             raise ValueError(f"it names {path}, which is not in space.options.code")
         module, _, name = path.partition(":")
-        code = getattr(importlib.import_module(module), name)
+        code = getattr(sys.modules.get(module), name, None)
         # What these modules have imported is not theirs.
         if import_path(code) != path:
             raise ValueError(f"it names {path}, which is no module or function of torch.nn")

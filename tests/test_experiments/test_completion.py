@@ -31,7 +31,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, words = tmp_path_factory.mktemp("shell"), all_words()
     for shell, name in SHELL_FILES.items():
         (folder / name).write_text(script(shell, words))
-    (folder / "results" / "artifacts" / "mine" / "20260101-000000-mine-abcdef").mkdir(parents=True)
+    (folder / "results" / "artifacts" / "20260101-000000-mine-abcdef" / "models").mkdir(parents=True)
     return folder
 
 

@@ -59,7 +59,8 @@ class PseudoTerminal:
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
             try:
-                os.execvpe(command[0], command, {**os.environ, "TERM": "xterm-256color", **(env or {})})
+                own = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+                os.execvpe(command[0], command, {**own, "TERM": "xterm-256color", **(env or {})})
             finally:
                 os._exit(127)
         self.resize(width, height)
