@@ -122,10 +122,10 @@ class Names:
             return {
                 n: v for inner, each in _flat(value, f"{key}." if key else "") for n, v in self.of(inner, each).items()
             }
-        if is_plain(value) and not (key in _DATA and _has_arrays(value)):
-            return {key: value}
         if key in _DATA and (arrays := _arrays(key, value)) is not None:
             return {"data.dataset": "npz", "data.options.path": self._stored_arrays(arrays, _kind(value))}
+        if is_plain(value):
+            return {key: value}
         if isinstance(value, nn.Module):
             return self._network(key, value)
         if isinstance(value, list | tuple):  # of processors
@@ -276,10 +276,6 @@ def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
 
 
 # -- data sets ---------------------------------------------------------------------------------------------------------
-
-
-def _has_arrays(value: Any) -> bool:
-    return any(isinstance(part, np.ndarray) for part in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _arrays(key: str, value: Any) -> dict[str, AnyArray] | None:

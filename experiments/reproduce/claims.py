@@ -32,8 +32,6 @@ from fedloom.experiments.reproduce.measure import Measured, at, combined, paired
 
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_RUN = "shown", "not shown", "contradicted", "not run"
 NOT_REACHED = "regime not reached"
-REACHED = {SHOWN: "reached", NOT_RUN: "not measured"}
-"""Whether a regime was reached, by the state of its check; otherwise it was not."""
 STATES = (CONTRADICTED, NOT_RUN, NOT_REACHED, NOT_SHOWN, SHOWN)
 """From the worst to the best."""
 LEVEL = (1 - CONFIDENCE) / 2
@@ -155,14 +153,18 @@ def _in_regime(judged: Verdict, regimes: Mapping[str, Verdict]) -> Verdict:
     needed = [regimes[name] for name in judged.claim.needs if name in regimes]
     if not needed or judged.state == NOT_RUN:
         return judged
-    for regime in needed:
-        reached = REACHED.get(regime.state, "not reached")
-        if regime.state == NOT_RUN:
-            return replace(judged, state=NOT_SHOWN, why="its regime was not measured", p=None, regime=reached)
-        if regime.state != SHOWN:
-            why = f"{regime.claim.text} {regime.reason}".strip()
-            return replace(judged, state=NOT_REACHED, why=why, p=None, regime=reached)
-    return replace(judged, regime=REACHED[SHOWN])
+    lacking = next((regime for regime in needed if regime.state != SHOWN), None)
+    judged = replace(judged, regime=reached(lacking or needed[0]))
+    if lacking is None:
+        return judged
+    if lacking.state == NOT_RUN:
+        return replace(judged, state=NOT_SHOWN, why="its regime was not measured", p=None)
+    return replace(judged, state=NOT_REACHED, why=f"{lacking.claim.text} {lacking.reason}".strip(), p=None)
+
+
+def reached(regime: Verdict) -> str:
+    """Whether a regime was reached, by the state of its check."""
+    return {SHOWN: "reached", NOT_RUN: "not measured"}.get(regime.state, "not reached")
 
 
 def verdict(

@@ -11,11 +11,11 @@ from typing import Any
 from fedloom.experiments.report.content import Block
 from fedloom.experiments.report.wording import ABSENT
 from fedloom.experiments.reproduce.claims import (
-    REACHED,
     Interval,
     Verdict,
     in_the_paper,
     interval_at,
+    reached,
     spot_name,
     verdicts,
 )
@@ -150,9 +150,9 @@ def blocks(outcome: Outcome) -> list[Block]:
         for judged in outcome.verdicts
     ]
     heads = ("claim", "state", "in the paper", "where and why")
-    reached = [(v.claim.text, REACHED.get(v.state, "not reached"), v.reason) for v in outcome.regimes]
-    regimes = [Block("Regimes that claims need", (), ("regime", "state", "where and why"), tuple(reached), labels=3)]
-    return [*number_blocks(outcome), *(regimes if reached else ()), Block("Claims", (), heads, tuple(cells), labels=4)]
+    rows = [(v.claim.text, reached(v), v.reason) for v in outcome.regimes]
+    regimes = [Block("Regimes that claims need", (), ("regime", "state", "where and why"), tuple(rows), labels=3)]
+    return [*number_blocks(outcome), *(regimes if rows else ()), Block("Claims", (), heads, tuple(cells), labels=4)]
 
 
 def number_blocks(outcome: Outcome) -> Iterator[Block]:
