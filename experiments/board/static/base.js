@@ -221,3 +221,28 @@ export const startOf = (run) => {
   const at = /^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)/.exec(run.id);
   return at ? Date.UTC(at[1], at[2] - 1, at[3], at[4], at[5], at[6]) / 1000 : null;
 };
+
+// What is known of the one run of a view: forgotten when another is chosen, asked for again as it changes.
+export class OfOneRun {
+  run = "";
+  answer = null;
+  #tags = {};
+
+  forget() {
+    this.#tags = {};
+    this.answer = null;
+  }
+
+  async refresh(run, store, path, parameters, draw) {
+    if (run !== this.run) {
+      this.run = run;
+      this.forget();
+    }
+    if (!run || !store.runs.has(run)) return;
+    const view = await ask(path, { run, ...parameters }, this.#tags);
+    if (view) {
+      this.answer = view;
+      draw();
+    }
+  }
+}

@@ -1,6 +1,6 @@
 // Clients as a heat map: who took part in which round and how it ended, or a measure of it; on a canvas, for thousands.
 
-import { ask, css, get, h, hideTip, link, note, number, onTheme, reading, replace, select, set, shade, share, showTip } from "./base.js";
+import { ask, css, get, h, hideTip, link, note, number, OfOneRun, onTheme, reading, replace, select, set, shade, share, showTip } from "./base.js";
 import { currentRun } from "./page.js";
 
 const COLOURS = { ok: "#56B4E9", over_selected: "#009E73", stale: "#CC79A7", timed_out: "#E69F00", dropped: "#8C564B", failed: "#D55E00" };
@@ -9,7 +9,8 @@ const MEASURES = [["", "how it ended"], ["metric", "accuracy in training"], ["lo
 const ORDERS = [["id", "number"], ["tier", "tier"], ["accuracy", "final accuracy"], ["trouble", "most trouble first"], ["tasks", "most tasks first"]];
 const LEFT = 64, TOP = 8, BOTTOM = 30, STRIP = 46, STRIP_GAP = 14, MOST_HIGH = 1500;
 
-let root, store, controls, box, tags = {}, answer = null, of = "", layout = null, cursor = null, fit = null;
+let root, store, controls, box, layout = null, cursor = null, fit = null;
+const of = new OfOneRun();
 
 const inOrder = (states) => [...states].sort((a, b) => Object.keys(COLOURS).indexOf(a) - Object.keys(COLOURS).indexOf(b));
 const colourOfState = (state) => COLOURS[state] ?? css("--soft");
@@ -41,8 +42,8 @@ function draw() {
     replace(controls);
     return replace(box, note("No run is selected", ["Tick a run in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), " to see its clients."]));
   }
-  if (!answer) return replace(box, reading());
-  const view = answer;
+  if (!of.answer) return replace(box, reading());
+  const view = of.answer;
   replace(controls, select("stage", "clientstage", view.stages.map((name) => [name, name]), view.stage), select("colour", "measure", MEASURES, get("measure")), select("order", "order", ORDERS, get("order", "id")));
   if (!view.client.length) {
     replace(box, note("No client has worked yet", "A row appears here for every client that a round selected, when the run writes its tables (every few seconds)."));
@@ -170,29 +171,17 @@ export const clients = {
     controls = h("div.tools");
     box = h("div.clients");
     root.append(controls, box);
-    tags = {};
-    answer = null;
+    of.forget();
     draw();
     let wide = 0;
-    fit = new ResizeObserver(() => { if (Math.abs(box.clientWidth - wide) > 2) { wide = box.clientWidth; if (answer) draw(); } });
+    fit = new ResizeObserver(() => { if (Math.abs(box.clientWidth - wide) > 2) { wide = box.clientWidth; if (of.answer) draw(); } });
     fit.observe(box);
   },
   change: () => draw(),
   async refresh() {
-    const run = currentRun();
-    if (run !== of) {
-      of = run;
-      tags = {};
-      answer = null;
-    }
-    if (!run || !store.runs.has(run)) return;
-    const view = await ask("api/clients", { run, stage: get("clientstage"), measure: get("measure") }, tags);
-    if (view) {
-      answer = view;
-      draw();
-    }
+    await of.refresh(currentRun(), store, "api/clients", { stage: get("clientstage"), measure: get("measure") }, draw);
   },
   leave() { fit?.disconnect(); },
 };
 
-onTheme(() => { if (box?.isConnected && answer) draw(); });
+onTheme(() => { if (box?.isConnected && of.answer) draw(); });

@@ -1,10 +1,11 @@
 // The candidates of a run's searches: accuracy over cost per tier, the fronts, and the architecture under the mouse.
 
-import { ask, code, get, h, hideTip, link, note, number, reading, replace, segments, series, set, share, showTip } from "./base.js";
+import { ask, code, get, h, hideTip, link, note, number, OfOneRun, reading, replace, segments, series, set, share, showTip } from "./base.js";
 import { Plot } from "./plot.js";
 import { currentRun } from "./page.js";
 
-let root, store, controls, box, plot = null, plotKind = "", tags = {}, answer = null, of = "", names = new Map(), lines = [];
+let root, store, controls, box, plot = null, plotKind = "", names = new Map(), lines = [];
+const of = new OfOneRun();
 
 const cost = () => (get("cost") === "parameters" ? "parameters" : "macs");
 const hiddenTiers = () => get("without").split(",").filter((tier) => tier);
@@ -33,33 +34,33 @@ function draw() {
     replace(controls);
     return replace(box, note("No run is selected", ["Tick a run of a method that searches, such as fedoras or superfednas, in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), "."]));
   }
-  if (!answer) { close(); return replace(box, reading()); }
-  if (!answer.tiers.length) {
+  if (!of.answer) { close(); return replace(box, reading()); }
+  if (!of.answer.tiers.length) {
     close();
     replace(controls);
     replace(box, note("This run has scored no candidates", "Its method does not search, or its search has not begun: candidates appear here while it searches.", ["A method that searches: ", code("fedloom run experiment=fedoras_digits")]));
     return;
   }
   replace(controls, segments("cost", "cost", [["macs", "MACs"], ["parameters", "parameters"]], cost()),
-    h("div.field", { role: "group", "aria-label": "tiers" }, h("span.soft", {}, "tiers"), answer.tiers.map((tier, i) => {
+    h("div.field", { role: "group", "aria-label": "tiers" }, h("span.soft", {}, "tiers"), of.answer.tiers.map((tier, i) => {
       const isShown = !hiddenTiers().includes(tier.tier);
       return h("button.chip", { type: "button", "aria-pressed": String(isShown), onclick: () => set({ without: (isShown ? [...hiddenTiers(), tier.tier] : hiddenTiers().filter((other) => other !== tier.tier)).join(",") }) },
         h("span.dot", { style: { background: series(i) } }), `${tier.tier} · ${tier.metric.length}`);
     })), h("span.soft.hint", {}, "dots: candidates · rings: on the front · star: the winner"));
-  const kind = `${cost()} ${answer.tiers.length}`;
+  const kind = `${cost()} ${of.answer.tiers.length}`;
   if (plotKind !== kind || !plot) {
     close();
     plotKind = kind;
     plot = new Plot({ x: cost() === "macs" ? "MACs of a forward pass" : "parameters", y: "accuracy on validation data", height: 460, isScatter: true, onHover: hover });
     replace(box, plot.box, h("div.scroll.values"));
   }
-  lines = linesOf(answer);
+  lines = linesOf(of.answer);
   plot.set(lines);
   table();
 }
 
 function table() {
-  const rows = answer.tiers.filter((tier) => !hiddenTiers().includes(tier.tier)).flatMap((tier) => tier.metric.map((_, k) => k).filter((k) => tier.on_front[k] || tier.winner[k])
+  const rows = of.answer.tiers.filter((tier) => !hiddenTiers().includes(tier.tier)).flatMap((tier) => tier.metric.map((_, k) => k).filter((k) => tier.on_front[k] || tier.winner[k])
     .sort((a, b) => tier.macs[a] - tier.macs[b]).map((k) => h("tr", {}, h("td", {}, tier.tier), h("td", {}, tier.winner[k] ? "winner" : "front"), h("td.number", {}, number(tier.macs[k])), h("td.number", {}, number(tier.parameters[k])), h("td.number", {}, share(tier.metric[k])), h("td.arch", {}, names.get(tier.architecture[k]) ?? tier.architecture[k]))));
   replace(box.querySelector(".values"), rows.length ? h("details", {}, h("summary", {}, "fronts as a table"), h("table", {}, h("thead", {}, h("tr", {}, ["tier", "", "MACs", "parameters", "accuracy", "architecture"].map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows))) : null);
 }
@@ -75,10 +76,10 @@ async function hover(point) {
   tell();
   if (!names.has(text)) {
     if (names.size > 5000) names = new Map();
-    const run = of;
+    const { run } = of;
     const named = await ask("api/architecture", { run, architecture: text }).catch(() => null);
-    if (named && run === of) names.set(text, named.text);
-    if (at === text && run === of) tell();
+    if (named && run === of.run) names.set(text, named.text);
+    if (at === text && run === of.run) tell();
   }
 }
 
@@ -95,8 +96,7 @@ export const fronts = {
     controls = h("div.tools");
     box = h("div.fronts");
     root.append(controls, box);
-    tags = {};
-    answer = null;
+    of.forget();
     draw();
   },
   change() {
@@ -104,19 +104,8 @@ export const fronts = {
     draw();
   },
   async refresh() {
-    const run = currentRun();
-    if (run !== of) {
-      of = run;
-      tags = {};
-      answer = null;
-      names = new Map();
-    }
-    if (!run || !store.runs.has(run)) return;
-    const view = await ask("api/fronts", { run }, tags);
-    if (view) {
-      answer = view;
-      draw();
-    }
+    if (currentRun() !== of.run) names = new Map();
+    await of.refresh(currentRun(), store, "api/fronts", {}, draw);
   },
   leave: close,
 };
