@@ -60,7 +60,6 @@ def test_a_whole_file(load: Load) -> None:
         ("title", None, "paper/x/tab1.yaml: title is missing"),
         ("titel", "T", "unknown key 'titel'; did you mean 'title'?; there are title, source"),
         ("runs/large", {}, "runs: unknown key 'large'; there are paper, small"),
-        ("runs/small", None, "say in runs what is run at paper and small"),
         ("runs/paper/seeds", [1, 1], "give different whole numbers from 0"),
         ("runs/paper/experiment", "fedavg_digit", "no preset 'fedavg_digit'; did you mean 'fedavg_digits'?"),
         ("runs/paper/settings/s", {"experiment": "fedavg_digit"}, "no preset 'fedavg_digit'"),
