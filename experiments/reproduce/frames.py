@@ -11,6 +11,7 @@ from fedloom.experiments.analysis.rounds import communication, communication_by_
 from fedloom.experiments.analysis.silos import latest_architectures, p_matrix, per_silo, personalisation_gains
 from fedloom.experiments.analysis.subnets import SEARCHED, labels_of, subnets
 from fedloom.experiments.analysis.tables import RUN_KEY, Tables, by_stage, requires
+from fedloom.experiments.analysis.targets import first_reached
 from fedloom.experiments.analysis.tiers import PERPLEXITY, hypervolume, pareto, per_tier, perplexity_of
 
 SMALLEST, LARGEST = "smallest", "largest"
@@ -64,6 +65,17 @@ def cells(tables: Tables) -> pd.DataFrame:
     return pd.DataFrame(rows_by_run, columns=columns)
 
 
+TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def targets(tables: Tables) -> pd.DataFrame:
+    """What it takes until accuracy on validation data reaches a target: one row per (run, training stage, target).
+
+    Columns: those of `targets.first_reached`, and target (.5 to .9).
+    """
+    return pd.concat([first_reached(tables, target).assign(target=target) for target in TARGETS], ignore_index=True)
+
+
 FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "models": per_model,
     "tiers": per_tier,
@@ -78,12 +90,13 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "candidates": pareto,
     "hypervolume": hypervolume,
     "convergence": convergence,
+    "targets": targets,
     "rounds": lambda tables: by_stage(tables.rounds),
     "clients": lambda tables: by_stage(tables.clients),
     "evaluations": lambda tables: by_stage(tables.evaluations),
 }
 """The frames that a quantity may be read from; their docstrings say which columns they have."""
-OF_VALIDATION = ("candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind")
+OF_VALIDATION = ("candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind", "targets")
 """Frames without a value on test data."""
 
 
