@@ -41,7 +41,7 @@ def first_reached(tables: Tables, target: float, metric: str = METRIC) -> pd.Dat
     if metric not in TARGET_METRICS:
         raise ValueError(f"there is no target of {metric!r}: there are {', '.join(TARGET_METRICS)}")
     scores = _scores(tables, metric)
-    scores = scores.assign(reached=[reaches(metric, value, target) for value in scores["score"]])
+    scores = scores.assign(reached=scores["score"].map(lambda value: reaches(metric, value, target)).astype(bool))
     stages = scores.groupby([*RUN_KEY, "stage", "kind", "tier"], sort=False)
     best = "min" if metric == "loss" else "max"
     frame = stages.agg(evaluations=("score", "count"), best=("score", best), reached=("reached", "any")).reset_index()
