@@ -22,7 +22,15 @@ from fedloom.experiments.reproduce.claims import (
 from fedloom.experiments.reproduce.items import PAPER, Counted, Item, Published, Scale, Spot
 from fedloom.experiments.reproduce.measure import NOTHING, Measured, done_runs, lacking, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, missing_data, parts_of
-from fedloom.experiments.reproduce.records import Record, claim_hash, record_file, record_of, recorded_counts
+from fedloom.experiments.reproduce.records import (
+    Record,
+    Repeated,
+    claim_hash,
+    record_file,
+    record_of,
+    recorded_counts,
+    repeated,
+)
 from fedloom.experiments.store.ablations import FOLDER, PLAN, read_ablation
 from fedloom.experiments.store.trials import FINAL, counted, trial_states
 
@@ -54,6 +62,7 @@ class Outcome:
         runs: how many of its runs are done, and how many there are.
         record: what the values were kept in; None if they are from runs in the results folder.
         regimes: whether the regimes were reached that claims need.
+        repeated: how what runs here have measured compares with the record; None if it is the record, or there is none.
     """
 
     item: Item
@@ -65,6 +74,7 @@ class Outcome:
     runs: tuple[int, int] = (0, 0)
     record: Record | None = None
     regimes: tuple[Verdict, ...] = ()
+    repeated: Repeated | None = None
 
 
 def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = False) -> Outcome:
@@ -100,6 +110,7 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
         runs=(sum(len(done.places) for done in runs), planned),
         record=record,
         regimes=tuple(regimes),
+        repeated=repeated(item, asked, values) if runs else None,
     )
 
 
@@ -183,7 +194,8 @@ def _about(outcome: Outcome) -> tuple[str, ...]:
     intervals = "mean ± 95 % interval over seeds; sd: the paper's standard deviation" if item.needs_runs else "counted"
     intervals += f"; values {outcome.record.text}" if outcome.record else ""
     first = f"{item.source}. Scale: {outcome.scale} ({scale.experiment}{changed}). Measured: {intervals}."
-    return (first, item.note) if item.note else (first,)
+    again = "" if outcome.repeated is None else outcome.repeated.text
+    return tuple(filter(None, (first, again, item.note)))
 
 
 def _cells(rows: Sequence[Row], outcome: Outcome) -> Iterator[tuple[str, ...]]:
@@ -241,6 +253,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "scale": outcome.scale,
         "changed": not outcome.is_own,
         "recorded": outcome.record.text if outcome.record else None,
+        "repeated": None if outcome.repeated is None else asdict(outcome.repeated),
         "rows": [
             {
                 "quantity": row.quantity,

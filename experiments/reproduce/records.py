@@ -4,22 +4,25 @@ A file per item and scale in the paper's folder `recorded`: JSON with values by 
 """
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
+
+from scipy.stats import t as student_t
 
 from fedloom.experiments.analysis.tables import load_paths
 from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Claim, Item, Read, Scale, read_counted
-from fedloom.experiments.reproduce.measure import Runs, Values, done_runs, measured
+from fedloom.experiments.reproduce.measure import Measured, Runs, Values, done_runs, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
 from fedloom.experiments.store.ablations import FOLDER as ABLATIONS, read_ablation
 from fedloom.platform.results.files import check_writable, write_atomically
 
 FOLDER = "recorded"
-DIGITS = 6
 COUNTED = ITEMS / "counted.yaml"
 """What is counted without training, by item, scale, quantity, setting and place; a test keeps the file up to date."""
 LATER = (
@@ -263,6 +266,60 @@ def _without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What runs here have measured again of what was recorded.
+
+    Attributes:
+        equal: how many values of one seed are equal to the bit, of `values`; times that a clock measured do not count.
+        within: how many spots have a mean within the 95 % prediction interval of the record, of `spots`: that of the
+            mean of as many further seeds. Spots of which fewer than three seeds were recorded are none.
+    """
+
+    equal: int
+    values: int
+    within: int
+    spots: int
+
+    @property
+    def text(self) -> str:
+        """Both in one sentence."""
+        within = f"; {self.within} of {self.spots} means are within its 95 % prediction intervals" if self.spots else ""
+        return f"Of the record's values {self.equal} of {self.values} are equal to the bit{within}."
+
+
+BY_THE_CLOCK = ("wall_s", "peak_memory_bytes")
+"""Columns of values that no second run repeats."""
+
+
+def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Repeated | None:
+    """Compares runs, of the item's own or of other seeds, with the record; None without one, or without common values.
+
+    Values of a seed are compared with those of that seed, means with all recorded ones.
+    """
+    file = record_file(item, asked.scale)
+    if asked.changes or not file.exists():
+        return None
+    record, pairs, within = read_record(file), [], []
+    if record.reads != reads(item, record.values):
+        return None
+    for name, quantity in item.quantities.items():
+        source = quantity.source
+        if name not in record.values or not isinstance(source, Read) or source.value in BY_THE_CLOCK:
+            continue
+        for spot, values in quantities[name].values.items():
+            known = record.values[name].get(spot, {})
+            pairs += [value == known[seed] for seed, value in values.items() if seed in known]
+            if len(known) > 2:
+                mean, width = fmean(known.values()), stdev(known.values())
+                half = student_t.ppf(0.975, len(known) - 1) * width * math.sqrt(1 / len(known) + 1 / len(values))
+                within.append(abs(fmean(values.values()) - mean) <= half)
+    return Repeated(sum(pairs), len(pairs), int(sum(within)), len(within)) if pairs or within else None
+
+
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -326,8 +383,7 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     for name, by_spot in values.items():
         settings = by_setting.setdefault(name, {})
         for (setting, place), seeds in by_spot.items():
-            rounded = {str(seed): float(f"{value:.{DIGITS}g}") for seed, value in sorted(seeds.items())}
-            settings.setdefault(setting, {})[place] = rounded
+            settings.setdefault(setting, {})[place] = {str(seed): float(value) for seed, value in sorted(seeds.items())}
     file.parent.mkdir(exist_ok=True)
     content = {**vars(new), "values": by_setting}
     write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

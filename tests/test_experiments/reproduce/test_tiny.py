@@ -243,6 +243,7 @@ def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, resu
         read(command, str(own), "--show", *a) for a in (("--results", str(results)), ("--recorded", *elsewhere))
     )
     assert (here.pop("recorded"), recorded.pop("recorded").startswith("recorded on 20")) == (None, True)
+    assert (here.pop("repeated") is None, recorded.pop("repeated")) == (False, None)
     assert (here.pop("runs"), recorded.pop("runs")) == ({"done": 6, "planned": 6}, {"done": 0, "planned": 6})
     assert recorded == approximately(here)
     assert {c["state"] for c in read(command, str(own), "--show", *elsewhere)["claims"]} == {"not run"}
@@ -254,6 +255,25 @@ def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, resu
     assert "(recorded)" in out
     code, _, err = command(str(own), "--show", "--recorded", "seeds=[7]", *elsewhere)
     assert (code, "no record of runs that the command line changes" in err) == (2, True)
+
+
+def test_runs_are_compared_with_what_was_recorded(command: Command, results: Path, own: Path) -> None:
+    assert read(command, str(own), "--show", "--results", str(results))["repeated"] is None
+    file = Path(read(command, str(own), "--record", "--show", "--results", str(results))["kept"])
+    same = read(command, str(own), "--show", "--results", str(results))["repeated"]
+    assert same["equal"] == same["values"] >= 12
+    assert same["within"] == same["spots"] == same["values"] / 3
+    content = json.loads(file.read_bytes())
+    content["values"]["bytes"]["short"][""]["2"] += 1e6
+    content["values"]["accuracy"]["long"][""] = {"1": 200.0, "2": 201.0, "3": 202.0}
+    file.write_text(json.dumps(content))
+    other = read(command, str(own), "--show", "--results", str(results))["repeated"]
+    assert (other["equal"], other["within"]) == (same["equal"] - 4, same["within"] - 1)
+    _, out, _ = command(str(own), "--show", "--results", str(results))
+    assert f"{other['equal']} of {other['values']} are equal to the bit" in " ".join(out.split())
+    content["reads"] = "0"
+    file.write_text(json.dumps(content))
+    assert read(command, str(own), "--show", "--results", str(results))["repeated"] is None
 
 
 def test_a_record_of_some_runs_says_so_and_what_is_missing(command: Command, results: Path, own: Path) -> None:
