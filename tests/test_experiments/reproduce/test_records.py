@@ -1,12 +1,17 @@
-"""The records that fedloom ships belong to the items as they are."""
+"""The records that fedloom ships belong to the items as they are, and are repeated."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from fedloom.experiments.reproduce.items import ITEMS, Item, Read, all_items
+from fedloom.experiments.reproduce.items import ITEMS, Item, Read, all_items, load_given
+from fedloom.experiments.reproduce.outcome import outcome_of
 from fedloom.experiments.reproduce.plan import Asked
-from fedloom.experiments.reproduce.records import computed, record_file, record_of, recorded_scale
+from fedloom.experiments.reproduce.records import computed, read_record, record_file, record_of, recorded_scale
+from fedloom.platform.runs.run_files import processor
 
 RECORDS = sorted(ITEMS.glob("*/recorded/*.json"))
 
@@ -41,3 +46,23 @@ def test_a_record_is_of_what_the_item_runs_now(
     assert {setting for (setting, _), _ in spots} <= {*scale.settings}
     assert all({*seeds} <= {*scale.seeds} for _, seeds in spots)
     assert 0 < len({(setting, seed) for (setting, _), seeds in spots for seed in seeds}) <= found.runs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", sorted({file.parent.parent.name for file in RECORDS}))
+def test_the_cheapest_item_of_every_paper_repeats_its_record(paper: str, tmp_path: Path) -> None:
+    hours = {}
+    for file in RECORDS:
+        name, record = f"{paper}/{file.name.partition('.')[0]}", read_record(file)
+        if file.parent.parent.name == paper and record.seeds and load_given(name).runs_of == (name,):
+            hours[name, record.seeds[0], record.code] = record.hours / len(record.seeds)
+    if not hours:
+        pytest.skip(f"no record of {paper} names its seeds")
+    name, seed, code = min(hours, key=lambda key: hours[key])
+    command = [sys.executable, "-m", "fedloom.experiments", "reproduce", name, f"seeds=[{seed}]"]
+    subprocess.run([*command, "executor.kind=serial", "--results", str(tmp_path)], check=True)
+    found = outcome_of(load_given(name), Asked("small", seeds=(seed,)), tmp_path).repeated
+    assert found is not None
+    if f"torch {torch.__version__.partition('+')[0]}, processor {processor()}" in " ".join(code):
+        assert 0 < found.equal == found.values
+    assert found.within >= 0.9 * found.spots > 0
