@@ -229,7 +229,8 @@ def _interval_text(interval: Interval | None) -> str:
     if interval.low is None or interval.high is None:
         return f"{_text(interval.mean)} ({'one seed' if interval.seeds == 1 else 'two seeds'})"
     half = (interval.high - interval.low) / 2
-    return f"{_text(interval.mean)} ± {_text(half)}" if half else _text(interval.mean)  # costs: the same in all seeds
+    is_equal = half <= 1e-9 * abs(interval.mean)  # costs: the same in all seeds
+    return _text(interval.mean) if is_equal else f"{_text(interval.mean)} ± {_text(half)}"
 
 
 def _difference(value: float | None) -> str:
