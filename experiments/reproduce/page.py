@@ -24,6 +24,8 @@ from fedloom.platform.results.store import output_folder
 MOST_PANELS, MOST_SETTINGS = 4, 7
 ROOM = 32
 """Letters that fit below a panel side by side."""
+SIDE_BY_SIDE = next(iter(looks([""]).values()))
+"""The colour and marker of settings that are named below the panel."""
 SHIFT, APART = 0.2, 0.04
 """Distance between two settings' points at one place, and half of that from published to measured, in places."""
 
@@ -54,11 +56,12 @@ def picture(outcome: Outcome) -> Picture | None:
     if not panels:
         return None
     shown = panels[:MOST_PANELS]
-    figure = new_figure((4.6 * len(shown), 3.8))
-    drawn = looks(dict.fromkeys(setting for rows in shown for setting in _settings(rows)))
+    most = max((len(_settings(rows)) for rows in shown if _is_by_setting(rows)), default=0)
+    figure = new_figure((max(4.6, 0.4 * most) * len(shown), 3.8))
+    named = dict.fromkeys(s for rows in shown if not _is_by_setting(rows) for s in _settings(rows))
+    drawn = looks(named)
     for axes, rows in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         _panel(axes, rows, drawn)
-    named = dict.fromkeys(s for rows in shown if not _is_by_setting(rows) for s in _settings(rows))
     if len(named) > 1:
         dots = [legend_line(color=drawn[s][0], marker=drawn[s][1], linestyle="", label=s) for s in named]
         legend_below(figure, dots, 2 * len(shown))
@@ -76,14 +79,14 @@ def picture(outcome: Outcome) -> Picture | None:
 
 
 def _settings(rows: Sequence[Row]) -> list[str]:
-    """The settings of a panel, in which something was measured."""
-    return list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))[:MOST_SETTINGS]
+    """The settings of a panel in which something was measured: all that stand side by side, or those with a colour."""
+    settings = list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))
+    return settings if _is_by_setting(rows) else settings[:MOST_SETTINGS]
 
 
 def _is_by_setting(rows: Sequence[Row]) -> bool:
     """Whether there is one value per setting, so that settings stand where others have places."""
-    settings = _settings(rows)
-    return all(row.spot[1] == "" for row in rows if row.spot[0] in settings)
+    return all(row.spot[1] == "" for row in rows if row.measured is not None)
 
 
 def _panel(axes: Axes, rows: Sequence[Row], drawn: Mapping[str, tuple[str, str]]) -> None:
@@ -94,7 +97,7 @@ def _panel(axes: Axes, rows: Sequence[Row], drawn: Mapping[str, tuple[str, str]]
     places = list(dict.fromkeys(row.spot[1] for row in rows))
     names = settings if by_setting else places
     for number, setting in enumerate(settings):
-        colour, marker = drawn[setting]
+        colour, marker = SIDE_BY_SIDE if by_setting else drawn[setting]
         shift = 0.0 if by_setting else min(SHIFT, 0.8 / len(settings)) * (number - (len(settings) - 1) / 2)
         for row in (row for row in rows if row.spot[0] == setting):
             _point(axes, names.index(row.spot[0 if by_setting else 1]) + shift, row, colour, marker)
