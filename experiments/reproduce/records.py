@@ -303,7 +303,10 @@ def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Re
     file = record_file(item, asked.scale)
     if asked.changes or not file.exists():
         return None
-    record, pairs, within = read_record(file), [], []
+    try:
+        record, pairs, within = read_record(file), [], []
+    except ValueError:  # a damaged record is refused where records are asked for
+        return None
     if record.reads != reads(item, record.values):
         return None
     for name, quantity in item.quantities.items():

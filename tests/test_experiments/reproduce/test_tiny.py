@@ -245,7 +245,7 @@ def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, resu
     assert (here.pop("recorded"), recorded.pop("recorded").startswith("recorded on 20")) == (None, True)
     assert (here.pop("repeated") is None, recorded.pop("repeated")) == (False, None)
     assert (here.pop("runs"), recorded.pop("runs")) == ({"done": 6, "planned": 6}, {"done": 0, "planned": 6})
-    assert recorded == approximately(here)
+    assert recorded == here
     assert {c["state"] for c in read(command, str(own), "--show", *elsewhere)["claims"]} == {"not run"}
     (item,) = read(command, "--scoreboard", "--recorded", str(own), *elsewhere)["items"]
     assert [claim["small"] for claim in item["claims"]] == ["shown", "contradicted", "contradicted"]
@@ -387,15 +387,6 @@ def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, 
             code, _, err = command(str(own), *asked, "--results", str(own.parent / "elsewhere"))
             assert (code, err.count("\n"), f"{file} is damaged: delete it, and record again" in err) == (2, 1, True)
         assert command("--list", str(own), "--results", str(results))[0] == 0  # it asks for no record
-
-
-def approximately(values: Any) -> Any:
-    """Equal up to the six digits of a record."""
-    if isinstance(values, dict):
-        return {key: approximately(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [approximately(value) for value in values]
-    return pytest.approx(values, rel=1e-4, abs=1e-4) if isinstance(values, float) else values
 
 
 @pytest.mark.parametrize(
