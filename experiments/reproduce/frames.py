@@ -65,15 +65,13 @@ def cells(tables: Tables) -> pd.DataFrame:
     return pd.DataFrame(rows_by_run, columns=columns)
 
 
-TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9)
-
-
 def targets(tables: Tables) -> pd.DataFrame:
     """What it takes until accuracy on validation data reaches a target: one row per (run, training stage, target).
 
     Columns: those of `targets.first_reached`, and target (.5 to .9).
     """
-    return pd.concat([first_reached(tables, target).assign(target=target) for target in TARGETS], ignore_index=True)
+    levels = (0.5, 0.6, 0.7, 0.8, 0.9)
+    return pd.concat([first_reached(tables, level).assign(target=level) for level in levels], ignore_index=True)
 
 
 FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {

@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from scipy.stats import t as student_t
-
+from fedloom.experiments.analysis.settings import estimate
 from fedloom.experiments.analysis.tables import load_paths
 from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Claim, Item, Read, Scale, read_counted
 from fedloom.experiments.reproduce.measure import Measured, Runs, Values, done_runs, measured
@@ -316,11 +315,11 @@ def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Re
         for spot, values in quantities[name].values.items():
             known = record.values[name].get(spot, {})
             pairs += [value == known[seed] for seed, value in values.items() if seed in known]
-            if len(known) > 2:
-                mean, width = fmean(known.values()), stdev(known.values())
-                half = student_t.ppf(0.975, len(known) - 1) * width * math.sqrt(1 / len(known) + 1 / len(values))
-                within.append(abs(fmean(values.values()) - mean) <= half)
-    return Repeated(sum(pairs), len(pairs), int(sum(within)), len(within)) if pairs or within else None
+            expected = estimate([*known.values()])
+            if expected is not None and expected.half_width is not None:
+                half = expected.half_width * math.sqrt(1 + len(known) / len(values))
+                within.append(abs(fmean(values.values()) - expected.mean) <= half)
+    return Repeated(sum(pairs), len(pairs), sum(within), len(within)) if pairs or within else None
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
