@@ -158,7 +158,7 @@ def _in_regime(judged: Verdict, regimes: Mapping[str, Verdict]) -> Verdict:
     if lacking is None:
         return judged
     if lacking.state == NOT_RUN:
-        return replace(judged, state=NOT_SHOWN, why="its regime was not measured", p=None)
+        return replace(judged, state=NOT_RUN, why="its regime was not measured", p=None)
     return replace(judged, state=NOT_REACHED, why=f"{lacking.claim.text} {lacking.reason}".strip(), p=None)
 
 

@@ -614,6 +614,8 @@ def load_item(name: str, folder: Path = ITEMS) -> Item:
     else:
         by_item = dict(_runs(entry, name, folder, where))
         runs_of, scales = tuple(by_item), _scales(by_item, where)
+        if entry.runs is not None:  # what it adds is at those scales; others' runs alone are others' items
+            scales = {scale: runs for scale, runs in scales.items() if getattr(entry.runs, scale) is not None}
     item = Item(
         name=name,
         title=entry.title,

@@ -19,7 +19,7 @@ from fedloom.experiments.reproduce.claims import (
     spot_name,
     verdicts,
 )
-from fedloom.experiments.reproduce.items import PAPER, Counted, Item, Published, Scale, Spot
+from fedloom.experiments.reproduce.items import PAPER, Counted, Item, Published, Read, Scale, Spot
 from fedloom.experiments.reproduce.measure import NOTHING, Measured, done_runs, lacking, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, missing_data, parts_of
 from fedloom.experiments.reproduce.records import (
@@ -97,6 +97,11 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
             parts = [part for part in parts if part.ablation_id not in record.ablations]
     known = recorded_counts(item, scale, asked) if recorded else {}
     values = measured(item, scale, runs, known if record is None else {**known, **record.values})
+    num_done = sum(len(each.places) for each in runs)
+    read = [name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)]
+    all_done = runs and num_done == planned
+    # A wrong word in an item would otherwise look like runs that are still to come.
+    empty = [f"{name}: no run has a value of it" for name in read if all_done and not values[name].values]
     regimes, judged = verdicts(item, asked.scale, values, [*scale.settings], scale.seeds)
     if record is not None and record.claims:
         judged = [replace(v, is_changed=claim_hash(v.claim, item) not in record.claims) for v in judged]
@@ -106,8 +111,8 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
         is_own=asked.is_own,
         rows=tuple(_rows(item, scale, values)),
         verdicts=tuple(judged),
-        missing=tuple(dict.fromkeys([*_lacks(item, scale, parts, results, asked.free), *old])),
-        runs=(sum(len(done.places) for done in runs), planned),
+        missing=tuple(dict.fromkeys([*_lacks(item, scale, parts, results, asked.free), *old, *empty])),
+        runs=(num_done, planned),
         record=record,
         regimes=tuple(regimes),
         repeated=repeated(item, asked, values) if runs else None,

@@ -274,8 +274,8 @@ class Repeated:
 
     Attributes:
         equal: how many values of one seed are equal to the bit, of `values`; times that a clock measured do not count.
-        within: how many spots have a mean within the 95 % prediction interval of the record, of `spots`: that of the
-            mean of as many further seeds. Spots of which fewer than three seeds were recorded are none.
+        within: how many spots have a mean within the 95 % prediction interval of the record's other seeds, of `spots`:
+            that of the mean of as many further seeds. Spots of which fewer than three others were recorded are none.
     """
 
     equal: int
@@ -286,8 +286,9 @@ class Repeated:
     @property
     def text(self) -> str:
         """Both in one sentence."""
-        within = f"; {self.within} of {self.spots} means are within its 95 % prediction intervals" if self.spots else ""
-        return f"Of the record's values {self.equal} of {self.values} are equal to the bit{within}."
+        within = f"{self.within} of {self.spots} means are within the 95 % prediction intervals of its other seeds"
+        equal = f"Of the record's values {self.equal} of {self.values} are equal to the bit"
+        return f"{equal}{f'; {within}' if self.spots else ''}."
 
 
 BY_THE_CLOCK = ("wall_s", "peak_memory_bytes")
@@ -297,17 +298,16 @@ BY_THE_CLOCK = ("wall_s", "peak_memory_bytes")
 def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Repeated | None:
     """Compares runs, of the item's own or of other seeds, with the record; None without one, or without common values.
 
-    Values of a seed are compared with those of that seed, means with all recorded ones.
+    A value is compared with that of its seed, and a mean with what the recorded seeds predict that were not run again.
     """
-    file = record_file(item, asked.scale)
-    if asked.changes or not file.exists():
-        return None
     try:
-        record, pairs, within = read_record(file), [], []
+        record = None if asked.changes else record_of(item, Asked(asked.scale))
     except ValueError:  # a damaged record is refused where records are asked for
+        record = None
+    if record is None or record.earlier:  # runs of other presets repeat nothing
         return None
-    if record.reads != reads(item, record.values):
-        return None
+    pairs: list[bool] = []
+    within: list[bool] = []
     for name, quantity in item.quantities.items():
         source = quantity.source
         if name not in record.values or not isinstance(source, Read) or source.value in BY_THE_CLOCK:
@@ -315,9 +315,9 @@ def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Re
         for spot, values in quantities[name].values.items():
             known = record.values[name].get(spot, {})
             pairs += [value == known[seed] for seed, value in values.items() if seed in known]
-            expected = estimate([*known.values()])
+            expected = estimate([value for seed, value in known.items() if seed not in values])
             if expected is not None and expected.half_width is not None:
-                half = expected.half_width * math.sqrt(1 + len(known) / len(values))
+                half = expected.half_width * math.sqrt(1 + expected.runs / len(values))
                 within.append(abs(fmean(values.values()) - expected.mean) <= half)
     return Repeated(sum(pairs), len(pairs), sum(within), len(within)) if pairs or within else None
 

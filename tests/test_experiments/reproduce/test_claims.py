@@ -217,7 +217,7 @@ def test_a_claim_is_judged_where_its_regime_was_reached(least: float, state: str
     of_c = Claim(text="x", at_least={"of": "c", "value": 0})
     elsewhere = item({"c": {}}, regimes={"large": of_c}, claims=claims(GREATER, needs=("large",)))
     _, (unknown,) = verdicts(elsewhere, "small", {"a": seen(A), "b": seen(B)}, ("s",), SEEDS)
-    assert (unknown.state, unknown.reason) == ("not shown", "its regime was not measured")
+    assert (unknown.state, unknown.reason) == ("not run", "its regime was not measured")
     _, (not_run,) = verdicts(of_regime, "small", {}, ("s",), SEEDS)
     assert not_run.state == "not run"
 

@@ -262,10 +262,16 @@ def test_runs_are_compared_with_what_was_recorded(command: Command, results: Pat
     file = Path(read(command, str(own), "--record", "--show", "--results", str(results))["kept"])
     same = read(command, str(own), "--show", "--results", str(results))["repeated"]
     assert same["equal"] == same["values"] >= 12
-    assert same["within"] == same["spots"] == same["values"] / 3
+    assert same["spots"] == 0  # no other seed was recorded
     content = json.loads(file.read_bytes())
+    for places in [places for settings in content["values"].values() for places in settings.values()]:
+        for seeds in places.values():
+            seeds |= {f"1{seed}": value for seed, value in seeds.items()}
+    file.write_text(json.dumps(content))
+    same = read(command, str(own), "--show", "--results", str(results))["repeated"]
+    assert same["within"] == same["spots"] == same["values"] / 3
     content["values"]["bytes"]["short"][""]["2"] += 1e6
-    content["values"]["accuracy"]["long"][""] = {"1": 200.0, "2": 201.0, "3": 202.0}
+    content["values"]["accuracy"]["long"][""] = {str(seed): 200.0 + seed for seed in (1, 2, 3, 11, 12, 13)}
     file.write_text(json.dumps(content))
     other = read(command, str(own), "--show", "--results", str(results))["repeated"]
     assert (other["equal"], other["within"]) == (same["equal"] - 4, same["within"] - 1)
@@ -274,6 +280,14 @@ def test_runs_are_compared_with_what_was_recorded(command: Command, results: Pat
     content["reads"] = "0"
     file.write_text(json.dumps(content))
     assert read(command, str(own), "--show", "--results", str(results))["repeated"] is None
+
+
+def test_a_quantity_of_which_no_run_has_a_value_is_named(command: Command, results: Path, own: Path) -> None:
+    assert read(command, str(own), "--show", "--results", str(results))["missing"] == []
+    own.write_text(own.read_text().replace("kind: method}", "kind: methods}"))
+    found = read(command, str(own), "--show", "--results", str(results))
+    assert found["missing"] == ["bytes: no run has a value of it"]
+    assert found["claims"][0]["state"] == "not run"
 
 
 def test_a_record_of_some_runs_says_so_and_what_is_missing(command: Command, results: Path, own: Path) -> None:

@@ -23,7 +23,7 @@ from fedloom.experiments.runs.configuration import compose_config
 
 QUICK = ("fedoras/tab21", "superfed/fig8")
 """Items that are counted again by the tests: to count all takes minutes."""
-LAPTOP_CORE_HOURS = 2
+LAPTOP_CORE_HOURS = 3
 
 
 def counted(scale: Scale) -> float | None:
