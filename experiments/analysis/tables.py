@@ -20,8 +20,8 @@ RUN_KEY = ["experiment", "run_id"]
 """The columns that identify the run of a row."""
 
 CLIENT_COLUMNS = (
-    "stage", "round", "client_id", "tier", "architecture", "subspace", "macs", "bytes_down", "bytes_up", "loss",
-    "metric", "simulated_s", "peak_memory_bytes", "status", "error",
+    "stage", "round", "client_id", "tier", "architecture", "subspace", "steps", "macs", "bytes_down", "bytes_up",
+    "loss", "metric", "simulated_s", "peak_memory_bytes", "status", "error",
     "staleness", "ended_s"
 )  # fmt: skip
 """The columns read from the table `clients`, by far the longest table; read others with `pandas.read_parquet`."""

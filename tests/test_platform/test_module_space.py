@@ -265,6 +265,7 @@ def my_net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "value").write_text("0.5")
     (folder / "my_net.py").write_text(SOURCE.replace("FILE", repr(str(folder / "value"))))
     sys.path.insert(0, str(folder))
+    sys.modules.pop("my_net", None)  # the pages' code has one of this name, too
     yield folder
     sys.path.remove(str(folder))
     del sys.modules["my_net"]
