@@ -65,4 +65,4 @@ def test_the_cheapest_item_of_every_paper_repeats_its_record(paper: str, tmp_pat
     assert found is not None
     if f"torch {torch.__version__.partition('+')[0]}, processor {processor()}" in " ".join(code):
         assert 0 < found.equal == found.values
-    assert found.within >= 0.8 * found.spots > 0  # one seed's values err together
+    assert found.within >= 0.9 * found.spots > 0
