@@ -109,7 +109,7 @@ COMPARED = (
     *("robust", "compressed", "personal_layers", "apfl", "fedproto", "fedbuff", "fedasync", "over_selected"),
     *("stopped", "stopped_tiers"),
 )
-QUICK = ("scaffold", "private", "fedbuff", "fedasync", "feddf", "stopped")
+QUICK = ("scaffold", "private", "fedbuff", "feddf", "stopped")
 """Those with the most state and arithmetic, with work of the server, with an early end; of the others a round would
 show the same."""
 

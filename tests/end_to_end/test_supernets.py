@@ -117,7 +117,9 @@ def test_methods_without_a_shared_supernet_run_as_ever(tiny_config: Tiny) -> Non
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["tensors", "state", "origin", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["tensors", "missing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("state", "origin"))]
+)
 def test_a_damaged_supernet_is_told_of_and_replaced(
     tiny_config: Tiny, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:

@@ -701,6 +701,7 @@ OFTEN = """async (times) => {
 """Has the page ask many times, and counts its elements."""
 
 
+@pytest.mark.slow
 def test_a_page_that_stays_open_does_not_grow(tmp_path: Path, open_board: Callable[..., Opened]) -> None:
     writers = [add_run(tmp_path, name, state="running", seed=i) for i, name in enumerate(("a1", "b2"))]
     with served(tmp_path) as site:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SMALL = ["space.cells=4", "space.nodes=2", "space.channels=8"]
 
 
@@ -13,6 +15,7 @@ def peak_bytes(case: str) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_spiders_pair_takes_at_most_2_2_times_the_memory_of_the_supernet() -> None:
     alone, pair = peak_bytes("supernet"), peak_bytes("spider")
     assert alone > 20e6, "activations of a batch alone are more"

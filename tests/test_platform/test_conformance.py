@@ -168,7 +168,11 @@ def test_every_space_is_checked() -> None:
     assert set(SMALL) == set(SPACES.known)
 
 
-@pytest.mark.parametrize("name", SMALL)
+LARGE = ("darts_s1", "darts_full")
+"""As darts_s2_small, with more operators."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in SMALL])
 def test_built_in_spaces_obey(name: str) -> None:
     check_space(name, SMALL[name])
 

@@ -45,7 +45,8 @@ DEVICE = "lazy:0"
 ROOT = str(Path(__file__).parents[2])
 
 FAMILIES = (
-    *("fedoras", "superfednas", "spider", "fedpnas", "ditto", "knn_per", "depthfl", "fedavg_secure", "scaffold"),
+    *("fedoras", "superfednas", "spider", "scaffold"),
+    *("fedpnas", "ditto", "knn_per", "depthfl", "fedavg_secure"),
     *("superfednas_shakespeare", "heterofl", "superfednas_vit", "pfedme", "splitmix", "feddf", "fedmask"),
     *("multi_stage", "fedmn", "fedavg_private", "fedoras_tasks", "milenas", "fednas", "per_fedavg", "local_adaptation"),
     *("global_nas", "zerofl", "feddyn", "ofa", "scalefl"),

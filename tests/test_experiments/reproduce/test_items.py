@@ -30,8 +30,8 @@ CONTRADICTED_COUNTS = {
     ],
 }
 """Claims that the counts contradict."""
-SLOW = ("fedoras/objectives",)
-"""Items that are counted in tens of seconds."""
+SLOW = (*(f"fedoras/{name}" for name in ("fig8", "objectives", "tab12", "tab17", "tab18")), "spider/fig4")
+"""Items that are counted in seconds."""
 
 
 @pytest.fixture(params=NAMES)
