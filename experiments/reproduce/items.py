@@ -40,7 +40,7 @@ ENDING = ".yaml"
 
 PAPER, SMALL = "paper", "small"
 SCALES = (PAPER, SMALL)
-"""What the paper ran, and what a laptop runs in less than an hour."""
+"""What the paper ran, and what a laptop runs in minutes to a few hours."""
 HOUR_S = 3600.0
 EXPERIMENT = "experiment"
 """The key of a setting that has a preset of its own."""
