@@ -152,7 +152,11 @@ def check_alike(config: Mapping[str, Any], data: FederatedData, known: Mapping[s
 
 def _by_name(config: Mapping[str, Any], row: Row) -> dict[str, str]:
     """The hashes of data set and files under what the configuration calls them."""
-    data = [f"data.{key}={config['data'].get(key)}" for key in _OF_DATA_SET if config["data"].get(key)]
+    # Noise and rotation make a data set of each partition.
+    skewed = config["data"].get("noise") is not None or config["data"].get("rotation") is not None
+    keys = sorted(config["data"]) if skewed else _OF_DATA_SET
+    data = [f"data.{key}={config['data'].get(key)}" for key in keys if config["data"].get(key)]
+    data += [f"seed={config['seed']}"] if skewed else []
     # The trials' own processes are told absolute paths.
     files = {os.path.abspath(text): sha256 for text, sha256 in json.loads(row["inputs"]).items()}
     return {" ".join(data): row["dataset_hash"], **files}

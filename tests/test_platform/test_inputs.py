@@ -193,3 +193,15 @@ def test_trials_that_are_compared_begin_with_the_same_data_and_files(tiny_config
     write_data(root / "digits.npz", add=1)
     with pytest.raises(ValueError, match=rf"data.dataset=npz data.options=.* is not what run {paths.run_id} began"):
         check()
+
+
+def test_seeds_whose_images_are_turned_otherwise_are_other_data_sets(tiny_config: Make, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    config = on_npz(tiny_config(), root)
+    config = replace(config, data=replace(config.data, rotation=45.0))
+    known = begun_with([interrupted(config)])
+    other = replace(config, seed=7)
+    check_alike(asdict(other), build_world(other).data, known)
+    write_data(root / "digits.npz", add=1)
+    with pytest.raises(ValueError, match=r"data.rotation=45.0 .* seed=1 is not what run"):
+        check_alike(asdict(config), build_world(config).data, known)
