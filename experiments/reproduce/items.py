@@ -658,14 +658,33 @@ def _runs(entry: ItemEntry, name: str, folder: Path, where: str) -> Iterator[tup
     others = [other for other in entry.runs_of if other != name]
     _check_known(others, item_names(folder), "item", f"{where}: runs_of: ")
     for other in others:
-        runs = _entry(folder / f"{other}{ENDING}").runs
+        runs = _own_runs(other, folder, (name,))
         if runs is None:
             raise ValueError(f"{where}: runs_of={other} has no runs of its own: name the item that has them")
         yield other, runs
-    if entry.runs is not None:
-        yield name, entry.runs
+    own = _own_runs(name, folder)
+    if own is not None:
+        yield name, own
     elif not others:
         raise ValueError(f"{where}: runs: say what is run, or counted, at paper or small")
+
+
+def _own_runs(name: str, folder: Path, before: tuple[str, ...] = ()) -> RunsEntry | None:
+    """What an item runs itself, with seeds and overrides of the first item in `runs_of` if it gives none."""
+    if name in before:
+        raise ValueError(f"paper/{name}{ENDING}: runs_of goes in a circle: {' to '.join((*before, name))}")
+    entry = _entry(folder / f"{name}{ENDING}")
+    first = next((other for other in entry.runs_of if other != name), None)
+    given = None if entry.runs is None or first is None else _own_runs(first, folder, (*before, name))
+    if entry.runs is None or given is None:
+        return entry.runs
+    scales: dict[str, ScaleEntry] = {}
+    for scale in SCALES:
+        own, others = getattr(entry.runs, scale), getattr(given, scale)
+        if own is not None and others is not None:
+            left_out = {"seeds", "overrides"} - own.model_fields_set
+            scales[scale] = own.model_copy(update={key: getattr(others, key) for key in left_out})
+    return entry.runs.model_copy(update=scales)
 
 
 def _scales(by_item: Mapping[str, RunsEntry], where: str) -> dict[str, Scale]:
@@ -692,7 +711,7 @@ def _together(first: Scale, second: Scale, name: str, where: str) -> Scale:
         raise ValueError(f"{where}: {first.run_by[twice[0]]} and {name} both have the setting {twice[0]!r}: rename one")
     if (second.seeds, second.overrides) != (first.seeds, first.overrides):
         names = f"{next(iter(first.run_by.values()))} and {name}"
-        raise ValueError(f"{where}: {names} differ in seeds or overrides: give both the same")
+        raise ValueError(f"{where}: {names} differ in seeds or overrides: leave them out in the latter")
     settings = {setting: {EXPERIMENT: second.experiment, **keys} for setting, keys in second.settings.items()}
     return replace(first, settings={**first.settings, **settings}, run_by={**first.run_by, **second.run_by})
 

@@ -133,12 +133,13 @@ def test_an_item_may_add_runs_of_its_own_to_those_of_others(load: Load, tmp_path
     first = load()
 
     def second(**changes: Any) -> Any:
-        own = {"experiment": "fedadam_digits", "seeds": [1, 2], "settings": {"t": {}, "u": {}}} | changes
+        own = {"experiment": "fedadam_digits", "settings": {"t": {}, "u": {}}} | changes
         content = {**values(), "runs": {"paper": own, "small": own}, "runs_of": ["x/tab1"]}
         (tmp_path / "x" / "fig1.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
         return load_item("x/fig1", tmp_path)
 
     both = second()
+    assert second(seeds=[1, 2]).scales == both.scales
     assert (first.runs_of, both.runs_of) == (("x/tab1",), ("x/tab1", "x/fig1"))
     assert both.scales["small"].run_by == {"s": "x/tab1", "r": "x/tab1", "t": "x/fig1", "u": "x/fig1"}
     (shared,), (same, own) = (parts_of(item, Asked("small")) for item in (first, both))
@@ -147,11 +148,28 @@ def test_an_item_may_add_runs_of_its_own_to_those_of_others(load: Load, tmp_path
     assert (own.scale.experiment, [*own.scale.settings]) == ("fedadam_digits", ["t", "u"])
     for changes, said in (
         ({"settings": {"r": {}}}, "paper: x/tab1 and x/fig1 both have the setting 'r': rename one"),
-        ({"seeds": [1]}, "x/tab1 and x/fig1 differ in seeds or overrides: give both the same"),
+        ({"seeds": [1]}, "x/tab1 and x/fig1 differ in seeds or overrides: leave them out in the latter"),
         ({"overrides": ["data.num_clients=3"]}, "differ in seeds or overrides"),
     ):
         with pytest.raises(ValueError, match=said):
             second(**changes)
+
+
+def test_seeds_are_those_of_the_item_whose_runs_are_read_however_far_away(load: Load, tmp_path: Path) -> None:
+    first = load()
+
+    def adds(name: str, setting: str, other: str) -> None:
+        own = {"small": {"experiment": "fedadam_digits", "settings": {setting: {}}}}
+        content = {**values(), "runs": own, "runs_of": other}
+        (tmp_path / "x" / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+
+    adds("fig1", "t", "x/tab1")
+    adds("fig2", "u", "x/fig1")
+    scale, last = first.scales["small"], load_item("x/fig2", tmp_path).scales["small"]
+    assert (last.seeds, last.overrides) == (scale.seeds, scale.overrides)
+    adds("fig1", "t", "x/fig2")
+    with pytest.raises(ValueError, match=r"paper/x/fig2.yaml: runs_of goes in a circle: x/fig2 to x/fig1 to x/fig2"):
+        load_item("x/fig2", tmp_path)
 
 
 START = {"experiment": "fedadam_digits", "method.start_from": "run of s"}
