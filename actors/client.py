@@ -227,8 +227,8 @@ NOTHING = PackedResult({}, 0, 0.0, ())
 def pack(result: ChunkResult) -> PackedResult:
     """Converts the sums of a result, or its updates, to arrays."""
     if isinstance(result.sums, KeptUpdates):
-        kept = tuple((replace(update, tensors={}), to_arrays(update.tensors)) for update in result.sums.kept)
-        return PackedResult({}, 0, 0.0, tuple(result.client_results), kept)
+        updates = tuple((replace(update, tensors={}), to_arrays(update.tensors)) for update in result.sums.kept)
+        return PackedResult({}, 0, 0.0, tuple(result.client_results), updates)
     totals = to_arrays({name: s.total for name, s in result.sums.tensors.items()})
     sums = {name: (s.box, totals[name], s.coverage) for name, s in result.sums.tensors.items()}
     return PackedResult(sums, result.sums.updates, result.sums.whole_weight, tuple(result.client_results))
@@ -237,7 +237,7 @@ def pack(result: ChunkResult) -> PackedResult:
 def unpack(packed: PackedResult) -> ChunkResult:
     """The inverse of `pack`; the sums must not be written to."""
     if packed.kept is not None:
-        kept = [replace(update, tensors=to_tensors(arrays)) for update, arrays in packed.kept]
-        return ChunkResult(KeptUpdates(kept), list(packed.client_results))
+        updates = [replace(update, tensors=to_tensors(arrays)) for update, arrays in packed.kept]
+        return ChunkResult(KeptUpdates(updates), list(packed.client_results))
     sums = {n: TensorSum(box, torch.from_numpy(total), cover) for n, (box, total, cover) in packed.sums.items()}
     return ChunkResult(WeightedSums(sums, packed.updates, packed.whole_weight), list(packed.client_results))

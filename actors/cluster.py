@@ -112,8 +112,8 @@ def _unpack_jobs_files(folder: str) -> None:
     here = [node["NodeID"] for node in nodes if node["Alive"] and node["NodeManagerHostname"] == platform.node()]
     if len(here) > 1:
         task = ray.remote(num_cpus=0)(_do_nothing)
-        places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in here]
-        ray.get([task.options(scheduling_strategy=place).remote() for place in places])
+        strategies = [NodeAffinitySchedulingStrategy(node, soft=True) for node in here]
+        ray.get([task.options(scheduling_strategy=strategy).remote() for strategy in strategies])
         os.chdir(folder)
 
 

@@ -94,10 +94,10 @@ def fetch(sender: Sender, server: Origin, dataset_path: str, partition_path: str
     return Fetched(str(dataset), str(partition), what)
 
 
-def _at_hand(sender: Sender, there: str, given: str, own: Path, manifest: str) -> tuple[Path, int]:
+def _at_hand(sender: Sender, there: str, named: str, cache: Path, manifest: str) -> tuple[Path, int]:
     """The artefact's folder on this node, as given or in its own cache, and the bytes that were received into it."""
     offer = sender.offer(there, manifest)
-    here = Path(given) if Path(given).is_dir() else own / Path(there).name
+    here = Path(named) if Path(named).is_dir() else cache / Path(there).name
     size_bytes = _received(sender, offer, there, here, manifest)
     if (own_hash := read_manifest(here / manifest)["hash"]) != offer.hash:
         raise ValueError(f"{here} has the hash {own_hash:.16}, the server's {offer.hash:.16}: delete it")

@@ -229,10 +229,10 @@ def free_rooms() -> Rooms:
     group = get_current_placement_group()
     if group is not None:
         rooms = [dict(bundle) for bundle in group.bundle_specs]
-        own = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
-        taken = next((room for room in rooms if all(room.get(n, 0.0) + ROUNDING >= own[n] for n in own)), {})
-        for name in own:
-            taken[name] = taken.get(name, 0.0) - own[name]
+        assigned = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
+        taken = next((room for room in rooms if all(room.get(n, 0.0) + ROUNDING >= assigned[n] for n in assigned)), {})
+        for name in assigned:
+            taken[name] = taken.get(name, 0.0) - assigned[name]
         return {str(index): room for index, room in enumerate(rooms)}
     if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call] # the server will see the nodes
         return {"cluster": _counted(ray.available_resources())}  # type: ignore[no-untyped-call]

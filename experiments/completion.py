@@ -42,9 +42,9 @@ def all_words() -> Words:
         values |= {key: tuple(code.name for code in point.built_in) for key in point.keys if key in values}
     values |= {"experiment": tuple(experiments()), "ablation": tuple(ablations()), "method": tuple(METHODS)}
     return Words(
-        {command: tuple(n for n in sorted(found) if n.startswith("-")) for command, found in names.items()},
-        tuple(c for c, found in names.items() if {*OVERRIDES} & {*found}),
-        tuple(c for c, found in names.items() if {*RUNS} & {*found}),
+        {command: tuple(n for n in sorted(options) if n.startswith("-")) for command, options in names.items()},
+        tuple(c for c, options in names.items() if {*OVERRIDES} & {*options}),
+        tuple(c for c, options in names.items() if {*RUNS} & {*options}),
         dict(sorted(values.items())),
     )
 

@@ -69,8 +69,8 @@ def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
     stored = config.get("space")
     if stored is None or not set(stored) <= {f.name for f in fields(SpaceConfig)}:
         return None
-    own = (stored.get("name"), stored.get("build"), *stored.get("options", {}).values())
-    if any(is_import_path(value) for value in own if isinstance(value, str)):
+    code = (stored.get("name"), stored.get("build"), *stored.get("options", {}).values())
+    if any(is_import_path(value) for value in code if isinstance(value, str)):
         return None
     try:
         return build_space(stored_space(stored))

@@ -255,7 +255,7 @@ def curves(reader: Reader, runs: Sequence[RunPaths], stage: str, metric: str, ax
     """
     if axis not in AXES:
         raise ValueError(f"axis={shown(axis)}: there are {', '.join(AXES)}")
-    found: dict[str, Any] = {}
+    by_run: dict[str, Any] = {}
     extra = (metric,) if metric in OF_ROUNDS and metric not in ROUND_COLUMNS else ()
     for paths in runs:
         x: list[float] = []
@@ -271,8 +271,8 @@ def curves(reader: Reader, runs: Sequence[RunPaths], stage: str, metric: str, ax
                 x, y = _curve(reader, of, rounds, stage or rounds["stage"][0].as_py(), metric, axis)
         except UNREADABLE as error:
             problem = said(error)
-        found[paths.run_id] = {"x": x, "y": y, "problem": problem}
-    return {"curves": found}
+        by_run[paths.run_id] = {"x": x, "y": y, "problem": problem}
+    return {"curves": by_run}
 
 
 def _trained_by(reader: Reader, paths: RunPaths) -> RunPaths:

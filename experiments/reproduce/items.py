@@ -658,32 +658,32 @@ def _runs(entry: ItemEntry, name: str, folder: Path, where: str) -> Iterator[tup
     others = [other for other in entry.runs_of if other != name]
     _check_known(others, item_names(folder), "item", f"{where}: runs_of: ")
     for other in others:
-        runs = _own_runs(other, folder, (name,))
+        runs = _runs_of_item(other, folder, (name,))
         if runs is None:
             raise ValueError(f"{where}: runs_of={other} has no runs of its own: name the item that has them")
         yield other, runs
-    own = _own_runs(name, folder)
-    if own is not None:
-        yield name, own
+    added = _runs_of_item(name, folder)
+    if added is not None:
+        yield name, added
     elif not others:
         raise ValueError(f"{where}: runs: say what is run, or counted, at paper or small")
 
 
-def _own_runs(name: str, folder: Path, before: tuple[str, ...] = ()) -> RunsEntry | None:
+def _runs_of_item(name: str, folder: Path, before: tuple[str, ...] = ()) -> RunsEntry | None:
     """What an item runs itself, with seeds and overrides of the first item in `runs_of` if it gives none."""
     if name in before:
         raise ValueError(f"paper/{name}{ENDING}: runs_of goes in a circle: {' to '.join((*before, name))}")
     entry = _entry(folder / f"{name}{ENDING}")
     first = next((other for other in entry.runs_of if other != name), None)
-    given = None if entry.runs is None or first is None else _own_runs(first, folder, (*before, name))
-    if entry.runs is None or given is None:
+    shared = None if entry.runs is None or first is None else _runs_of_item(first, folder, (*before, name))
+    if entry.runs is None or shared is None:
         return entry.runs
     scales: dict[str, ScaleEntry] = {}
     for scale in SCALES:
-        own, others = getattr(entry.runs, scale), getattr(given, scale)
-        if own is not None and others is not None:
-            left_out = {"seeds", "overrides"} - own.model_fields_set
-            scales[scale] = own.model_copy(update={key: getattr(others, key) for key in left_out})
+        added, others = getattr(entry.runs, scale), getattr(shared, scale)
+        if added is not None and others is not None:
+            left_out = {"seeds", "overrides"} - added.model_fields_set
+            scales[scale] = added.model_copy(update={key: getattr(others, key) for key in left_out})
     return entry.runs.model_copy(update=scales)
 
 

@@ -105,16 +105,16 @@ def arrived(update: Update, rule: tuple[str, ArrivalRule], old: Weights, receive
     `old` are the server's weights, `received` those that the client was trained from; neither is changed. Raises
     PluginError for a user's rule that returns values of another shape or values that are not finite.
     """
-    name, counted = rule
+    rule_name, counted = rule
     tensors = dict(update.tensors)
-    for own, tensor in update.tensors.items():
+    for tensor_name, tensor in update.tensors.items():
         if not tensor.is_floating_point():
             continue
-        place = update.slices[own]
-        before = old[place.source] if place.region is None else part_of(old[place.source], place.region)
-        start = received[place.source] if place.region is None else part_of(received[place.source], place.region)
+        piece = update.slices[tensor_name]
+        before = old[piece.source] if piece.region is None else part_of(old[piece.source], piece.region)
+        start = received[piece.source] if piece.region is None else part_of(received[piece.source], piece.region)
         if not staleness and torch.equal(start, before):  # not so where clients receive compressed weights
             start = before
-        values = counted(Arrival(place.source, tensor, start, before, staleness))
-        tensors[own] = checked_values(values, tensor, place.source, "arrival rule", name)
+        values = counted(Arrival(piece.source, tensor, start, before, staleness))
+        tensors[tensor_name] = checked_values(values, tensor, piece.source, "arrival rule", rule_name)
     return replace(update, tensors=tensors)

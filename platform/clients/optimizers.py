@@ -45,16 +45,16 @@ class Memory:
 
     def of(self, slot: str, touched: list[int], like: list[Tensor] | None) -> list[Tensor]:
         """The tensors of the parameters of these indices; numbers where there are none that they are `like`."""
-        there = self.slots.setdefault(slot, {})
-        for place, i in enumerate(touched):
-            if i in there:
+        tensors = self.slots.setdefault(slot, {})
+        for position, i in enumerate(touched):
+            if i in tensors:
                 continue
             if self.client is not None:
                 kept = self.client.counter if like is None else self.client.kept
-                there[i] = kept(f"optimizer/{slot}", self.names[i])
+                tensors[i] = kept(f"optimizer/{slot}", self.names[i])
             else:
-                there[i] = torch.zeros(()) if like is None else torch.zeros_like(like[place])
-        return [there[i] for i in touched]
+                tensors[i] = torch.zeros(()) if like is None else torch.zeros_like(like[position])
+        return [tensors[i] for i in touched]
 
 
 @dataclass

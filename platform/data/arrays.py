@@ -160,14 +160,14 @@ def _part(pair: Any, blame: str) -> _Part:
     return part
 
 
-def _tree(given: Any, blame: str) -> ArrayTree:
+def _tree(arrays: Any, blame: str) -> ArrayTree:
     """The given arrays as NumPy's."""
-    if not isinstance(given, Mapping):
-        return np.asarray(given)
-    wrong = [name for name in given if not (isinstance(name, str) and name.isidentifier())]
-    if wrong or not given:
-        raise PluginError(f"{blame} names arrays {[*given]!r:.80}: give one or more names of letters, digits and _")
-    return {name: np.asarray(array) for name, array in given.items()}
+    if not isinstance(arrays, Mapping):
+        return np.asarray(arrays)
+    wrong = [name for name in arrays if not (isinstance(name, str) and name.isidentifier())]
+    if wrong or not arrays:
+        raise PluginError(f"{blame} names arrays {[*arrays]!r:.80}: give one or more names of letters, digits and _")
+    return {name: np.asarray(array) for name, array in arrays.items()}
 
 
 def _described(part: _Part) -> str:

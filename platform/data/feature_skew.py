@@ -102,12 +102,14 @@ def skewed_dataset(config: DataConfig, dataset: Dataset, seed: int) -> Dataset:
         inputs = open_arrays(dataset.path, manifest)
         fields = {key: value for key, value in manifest.items() if key not in ("format", "files", "hash")}
         with atomic_folder(folder) as temporary:
-            kept = {name: array for name, array in inputs.items() if name not in [f"{part}_x" for part in PARTS]}
+            skewed_arrays = {
+                name: array for name, array in inputs.items() if name not in [f"{part}_x" for part in PARTS]
+            }
             for part in PARTS:
                 clients = clients_of_rows(config, arrays, part, dataset.num_samples(part))
                 pieces = _pieces(config, inputs[f"{part}_x"], part, clients, _units(dataset), seed)
-                kept[f"{part}_x"] = write_array(temporary / f"{part}_x.npy", pieces, len(clients))
-            write_artefact(temporary, MANIFEST, {**fields, "skew": skew}, kept)
+                skewed_arrays[f"{part}_x"] = write_array(temporary / f"{part}_x.npy", pieces, len(clients))
+            write_artefact(temporary, MANIFEST, {**fields, "skew": skew}, skewed_arrays)
             write_blocks(temporary)
         write_label_sets(folder, lambda: dataset.label_sets)
     skewed = Dataset.open(folder)

@@ -95,8 +95,8 @@ class FolderSource(Source):
     def inputs(self, part: str, rows: IntArray) -> ByteArray:
         folder, labels, places = self._part(part)
         images_NCHW = np.empty((len(rows), 1 if self.grey else 3, *self.shape), dtype=np.uint8)
-        for image, label, place in zip(images_NCHW, labels[rows].tolist(), places[rows].tolist(), strict=True):
-            file = self.folder / folder / self.class_names[label] / self.listings[folder][label][place][0]
+        for image, label, position in zip(images_NCHW, labels[rows].tolist(), places[rows].tolist(), strict=True):
+            file = self.folder / folder / self.class_names[label] / self.listings[folder][label][position][0]
             image[:] = decode_image(file.read_bytes(), str(file), self.shape, grey=self.grey, resized=self.resized)
         return images_NCHW
 

@@ -444,8 +444,8 @@ class TrainingStage:
         client_ids = world.in_plan_order(cohort.client_ids)
         scored = self._is_due(index) or (config.evaluate_every > 0 and index == config.rounds - 1)
         local = self._local_sgd(index)
-        given = self.tasks(Round(world, self.name, index, state, client_ids, local, self.rules, scored))
-        tasks: Sequence[Task] = [as_asked(t, cohort, c) for c, t in zip(client_ids, given.tasks, strict=True)]
+        round_tasks = self.tasks(Round(world, self.name, index, state, client_ids, local, self.rules, scored))
+        tasks: Sequence[Task] = [as_asked(t, cohort, c) for c, t in zip(client_ids, round_tasks.tasks, strict=True)]
         context = self.processing.context(index, state.weights(self.group), state.data)
         tasks, processors = self.processing.begun(context, tasks, client_ids)
         per_sample = config.epochs * TRAINING_FACTOR * self._macs(state)
@@ -459,7 +459,7 @@ class TrainingStage:
             )
             for c, task, profile in zip(client_ids, tasks, devices, strict=True)
         ]
-        return BegunRound(assignments, given.schedules, processors)
+        return BegunRound(assignments, round_tasks.schedules, processors)
 
     # -- rounds that do not wait for all ----------------------------------------------------------------------------
 
@@ -492,10 +492,10 @@ class TrainingStage:
 
     def _with_received(self, after: RunState, before: RunState, answers: Answers) -> RunState:
         """The state with the weights from which clients work on, and without those that nobody needs any more."""
-        kept = {self._received_in(begun) for begun in answers.begun}
-        after = after.without_groups(*(name for name in self._older(after) if name not in kept))
+        needed = {self._received_in(begun) for begun in answers.begun}
+        after = after.without_groups(*(name for name in self._older(after) if name not in needed))
         name = self._received_in(before.round)
-        if name not in kept:
+        if name not in needed:
             return after
         # The version is the model's own, because a later stage may have rounds of the same numbers.
         received = TensorGroup(before.weights(self._received_group(before)), before.groups[self.group].version)

@@ -216,10 +216,10 @@ class Asynchronous:
         """
         at_work, stale = self._at_work(data, round_)
         begun = {int(number): Begun.of(stored) for number, stored in data.get(BEGUN, {}).items()}
-        kept = {name: value for name, value in data.items() if name not in (AT_WORK, BEGUN, HISTORY, MEMORY)}
+        method_data = {name: value for name, value in data.items() if name not in (AT_WORK, BEGUN, HISTORY, MEMORY)}
         self._begun = {number: made for number, made in self._begun.items() if number in begun}
         cohorts, taken = [cohort], {*(f.client_id for f in (*at_work, *stale)), *cohort.client_ids}
-        begun[round_] = Begun(cohorts, kept)
+        begun[round_] = Begun(cohorts, method_data)
         for number, (of_round, values) in begun.items():
             if number not in self._begun:
                 made = dict[int, Assignment]()
@@ -234,7 +234,7 @@ class Asynchronous:
             if drawn.client_ids:
                 cohorts.append(drawn)
                 taken.update(drawn.client_ids)
-                self._begun[round_] = {**self._begun[round_], **assignments(round_, drawn, kept)}
+                self._begun[round_] = {**self._begun[round_], **assignments(round_, drawn, method_data)}
             return drawn.client_ids
 
         def begin(client_id: int, time_s: float) -> Flight | None:

@@ -324,5 +324,5 @@ class RunConfig:
 
     def seed_for(self, purpose: str) -> int:
         """The seed of partition, initialisation, selection, training or search."""
-        own: int | None = getattr(self.seeds, purpose)
-        return self.seed if own is None else own
+        purpose_seed: int | None = getattr(self.seeds, purpose)
+        return self.seed if purpose_seed is None else purpose_seed

@@ -99,9 +99,9 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
             for name in need.keys.split() if not need.has(other) else ():
                 value = attrgetter(name)(config)
                 if value != _default(config, name):
-                    given = "null" if other is None else shown(other)
+                    other_value = "null" if other is None else shown(other)
                     yield (
-                        f"{key}{name}={shown(value)} has no effect with {key}{need.other}={given}: it is for "
+                        f"{key}{name}={shown(value)} has no effect with {key}{need.other}={other_value}: it is for "
                         f"{need.called}"
                     )
     if isinstance(config, RunConfig) and (config.executor.sum_chunks or 1) > 1:

@@ -137,8 +137,8 @@ class Processing:
                 f"attack, privacy and processors: the clients of {self.stage} send more than the change of one "
                 "network; leave them out"
             )
-        own = [(type(each).__name__.lower(), each) for each in task.processors]
-        check_order([*own, *self.named], f"method of {self.stage}")
+        processors_of_method = [(type(each).__name__.lower(), each) for each in task.processors]
+        check_order([*processors_of_method, *self.named], f"method of {self.stage}")
         privacy = self.config.privacy
         if task.share > 1 and privacy.clip is not None:
             raise ValueError(

@@ -247,10 +247,10 @@ def check_cohort(rules: Rules, clients: int) -> None:
     for _ in range(min(clients, MOST_TRIED)):
         sums.add(Update({PARAMETER: torch.ones(1)}, {PARAMETER: Slice(PARAMETER)}, {PARAMETER: 1.0}))
     if aggregator.name != MEAN and not sums.finish(old).coverage:
-        given = "".join(f" with {rules.key}.options.{name}={value}" for name, value in aggregator.options)
+        with_options = "".join(f" with {rules.key}.options.{name}={value}" for name, value in aggregator.options)
         raise ValueError(
-            f"{rules.key}.aggregator={aggregator.name}{given} needs more than the {clients} clients of a round, so "
-            "that nothing would ever be trained: raise clients_per_round, or reckon with fewer attackers"
+            f"{rules.key}.aggregator={aggregator.name}{with_options} needs more than the {clients} clients of a round, "
+            "so that nothing would ever be trained: raise clients_per_round, or reckon with fewer attackers"
         )
 
 

@@ -61,12 +61,14 @@ class APFLConfig(SubnetConfig):
 # -- a client ---------------------------------------------------------------------------------------------------------
 
 
-def mixed(alpha: Tensor, own: Weights, shared: Weights) -> dict[str, Tensor]:
+def mixed(alpha: Tensor, personal: Weights, shared: Weights) -> dict[str, Tensor]:
     """alpha times the personal plus (1 - alpha) times the shared tensors; counters of batch norms are the shared ones.
 
     It is exactly the shared model for an alpha of 0, and the personal one for 1.
     """
-    return {n: torch.lerp(t, own[n], alpha) if t.is_floating_point() else t for n, t in shared.items() if n in own}
+    return {
+        n: torch.lerp(t, personal[n], alpha) if t.is_floating_point() else t for n, t in shared.items() if n in personal
+    }
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Mixture:
 
     module: nn.Module
     shared: Mapping[str, Tensor]
-    own: Mapping[str, Tensor]
+    personal: Mapping[str, Tensor]
     alpha: Tensor
     shared_outputs: Outputs = None
 
@@ -83,7 +85,7 @@ class Mixture:
         """The mixture's outputs; its gradients reach the personal parameters and alpha, and not the shared ones."""
         self.shared_outputs = self.module(x)
         parameters = {n: t.detach() for n, t in self.shared.items() if t.requires_grad}
-        return functional_call(self.module, {**self.own, **mixed(self.alpha, self.own, parameters)}, (x,))
+        return functional_call(self.module, {**self.personal, **mixed(self.alpha, self.personal, parameters)}, (x,))
 
     def loss(self, objective: Objective, outputs: Outputs, targets: Any) -> Tensor:
         """The sum of both losses, which have no parameter in common."""
@@ -95,7 +97,7 @@ class MixtureSteps:
     """Steps of the shared model, the personal one, and alpha where it has a gradient."""
 
     sgd: Optimizer
-    own: Optimizer
+    personal: Optimizer
     alpha: Tensor
 
     @torch.no_grad()
@@ -105,7 +107,7 @@ class MixtureSteps:
             self.alpha.sub_(self.alpha.grad, alpha=self.sgd.local.lr).clamp_(0, 1)
             self.alpha.grad = None
         self.sgd.step()
-        self.own.step()
+        self.personal.step()
 
 
 @dataclass(frozen=True)
@@ -125,26 +127,33 @@ class TrainAPFL:
         data = client_samples(worker, assignment, use_validation=self.validation == "trained")
         samples, shared = rows_of(data[1]), worker.tensors_of(network.module)
         start = {name: tensor for name, tensor in with_own(assignment, weights).items() if name in shared}
-        own = {name: tensor.detach().clone() for name, tensor in moved(start, worker.device).items()}
-        parameters = {name: tensor.requires_grad_() for name, tensor in own.items() if shared[name].requires_grad}
+        personal = {name: tensor.detach().clone() for name, tensor in moved(start, worker.device).items()}
+        parameters = {name: tensor.requires_grad_() for name, tensor in personal.items() if shared[name].requires_grad}
         alpha = moved(assignment.state or {ALPHA: torch.tensor(self.alpha)}, worker.device)[ALPHA]
         alpha.requires_grad_(self.adaptive)
-        mixture = Mixture(network.module, {name: shared[name] for name in own}, own, alpha)
+        mixture = Mixture(network.module, {name: shared[name] for name in personal}, personal, alpha)
         both = replace(network, forward=mixture, loss=mixture.loss, macs=2 * network.macs, compilable=False)
 
         def steps(sgd: Optimizer) -> MixtureSteps:
             return MixtureSteps(sgd, Optimizer(self.local.plain, parameters), alpha)
 
         trained = train_network(worker, assignment, both, weights, data, self.local, steps).copied()
-        broken = first_not_finite(own)
+        broken = first_not_finite(personal)
         if broken is not None:
             raise TaskError(f"the personal model is not finite (first in {broken})")
         outcome = trained_outcome(trained, samples, update_of(trained, samples, self.rules.weighting))
-        kept = {ALPHA: alpha.detach(), **{f"{WEIGHTS}{name}": tensor.detach() for name, tensor in own.items()}}
+        client_state = {
+            ALPHA: alpha.detach(),
+            **{f"{WEIGHTS}{name}": tensor.detach() for name, tensor in personal.items()},
+        }
         if self.validation == "scored":
-            worker.load(network.module, mixed(kept[ALPHA], under(kept, WEIGHTS), trained.tensors), network.slices)
+            worker.load(
+                network.module,
+                mixed(client_state[ALPHA], under(client_state, WEIGHTS), trained.tensors),
+                network.slices,
+            )
             outcome = replace(outcome, measurements=validation_scores(worker, assignment, network, PERSONAL))
-        return replace(outcome, state={**trained.state, **kept})
+        return replace(outcome, state={**trained.state, **client_state})
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,9 @@ def stages(config: FedDFConfig, world: World) -> list[Stage]:
 
     def fresh(generator: torch.Generator) -> dict[str, Tensor]:
         drawn = {kind: space.initial_subnet_weights(kind, generator) for kind in kinds}
-        return {f"{prefix_of(kind)}{name}": tensor for kind, own in drawn.items() for name, tensor in own.items()}
+        return {
+            f"{prefix_of(kind)}{name}": tensor for kind, weights in drawn.items() for name, tensor in weights.items()
+        }
 
     def give(round_: Round) -> RoundTasks:
         networks = [OfKind(subnets[int(world.tier_of_client[client_id])]) for client_id in round_.client_ids]

@@ -202,9 +202,11 @@ class TrainFedMask:
         kept_bytes = bytes_of_bits(sum(kept_of(size, self.train.kept) for size in sizes))
         down_bytes, up_bytes = bytes_of(everything), kept_bytes + bytes_of_bits(sum(sizes))
         if state is not None:
-            own = moved(state, worker.device)
-            mask = Mask(under(own, SCORES), under(own, KEEPS)).confirmed(under(weights, MAJORITY), self.train.score)
-            weights = {**weights, **under(own, WEIGHTS)}  # with the silo's running statistics
+            silo_state = moved(state, worker.device)
+            mask = Mask(under(silo_state, SCORES), under(silo_state, KEEPS)).confirmed(
+                under(weights, MAJORITY), self.train.score
+            )
+            weights = {**weights, **under(silo_state, WEIGHTS)}  # with the silo's running statistics
             down_bytes = up_bytes = kept_bytes
         steps = list[MaskSteps]()
 

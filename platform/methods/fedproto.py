@@ -171,7 +171,7 @@ class TrainProto:
         samples = sum(count for _, count in means.values())
         result = trained_outcome(trained, samples, Update(sent, {name: Slice(name) for name in sent}, counts))
         scores = validation_scores(worker, assignment, network, PERSONAL) if self.validation == "scored" else ()
-        own = {f"{WEIGHTS}{name}": tensor for name, tensor in trained.tensors.items()}
+        personal_weights = {f"{WEIGHTS}{name}": tensor for name, tensor in trained.tensors.items()}
         forward_macs = network.macs * samples
         return replace(
             result,
@@ -179,7 +179,7 @@ class TrainProto:
             macs=result.macs + forward_macs,
             forward_macs=forward_macs,
             measurements=scores,
-            state={**trained.state, **own},
+            state={**trained.state, **personal_weights},
         )
 
 
@@ -191,9 +191,13 @@ class ScoreProto:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Measures `personal` by prototypes, and the metric `classifier_accuracy`."""
-        network, own, data = self.subnet.on(worker), with_own(assignment, weights), own_test_data(worker, assignment)
+        network, personal_weights, data = (
+            self.subnet.on(worker),
+            with_own(assignment, weights),
+            own_test_data(worker, assignment),
+        )
         prototypes, known = prototypes_in(weights, worker.device)
-        by_classifier = score_network(worker, assignment, network, own, data)
+        by_classifier = score_network(worker, assignment, network, personal_weights, data)
         with features_of(network.module) as last:
 
             def nearest(x: Any) -> Tensor:

@@ -193,10 +193,15 @@ def stages(config: HetLoRAConfig, world: World) -> list[Stage]:
         return subnet if smaller is None else Pruning(subnet, pairs, ranks[smaller], config.penalty)
 
     def client(round_: Round, client_id: int, task: Train) -> SendPadded:
-        own = option(round_, client_id)
-        smaller = pruned(ranks, own, config.decay)
+        rank_option = option(round_, client_id)
+        smaller = pruned(ranks, rank_option, config.decay)
         return SendPadded(
-            **vars(task), pairs=pairs, ranks=ranks, option=own, smaller=smaller, norm_weights=config.norm_weights
+            **vars(task),
+            pairs=pairs,
+            ranks=ranks,
+            option=rank_option,
+            smaller=smaller,
+            norm_weights=config.norm_weights,
         )
 
     return tier_stages(

@@ -112,9 +112,11 @@ class PersonalLayers(OfSubnet):
         """The subnet's MACs, with the bytes and the parameters of the shared tensors."""
         cost = super().account(worker, assignment, batches)
         tensors = worker.tensors_of(worker.subnet(self.subnet.architecture))
-        own = {name: tensor for name, tensor in tensors.items() if name in self.personal}
-        parameters = sum(tensor.numel() for tensor in own.values() if tensor.requires_grad)
-        return replace(cost, size_bytes=cost.size_bytes - bytes_of(own), parameters=cost.parameters - parameters)
+        personal_tensors = {name: tensor for name, tensor in tensors.items() if name in self.personal}
+        parameters = sum(tensor.numel() for tensor in personal_tensors.values() if tensor.requires_grad)
+        return replace(
+            cost, size_bytes=cost.size_bytes - bytes_of(personal_tensors), parameters=cost.parameters - parameters
+        )
 
     def held(self, space: SearchSpace) -> SliceMap:
         """The shared tensors alone."""
@@ -188,9 +190,9 @@ class TrainPersonal(Train):
         personal = self.network.personal
         shared = trained.tensors.keys() - personal
         update = only(update_of(trained, samples, self.weighting, self.share), shared)
-        own = {f"{WEIGHTS}{name}": tensor for name, tensor in trained.tensors.items() if name in personal}
+        personal_weights = {f"{WEIGHTS}{name}": tensor for name, tensor in trained.tensors.items() if name in personal}
         result = trained_outcome(trained, samples, update)
-        return replace(result, update=update if shared else None, state={**trained.state, **own} or None)
+        return replace(result, update=update if shared else None, state={**trained.state, **personal_weights} or None)
 
 
 @dataclass

@@ -81,8 +81,8 @@ def sampled_bases(seed: int, round_: Round, client_id: int, cohort: int, count: 
     A round advances the cycle by `cohort` clients, also where fewer are available, so that it depends on no history.
     """
     turn = round_.index * cohort + round_.client_ids.index(client_id)
-    cycle, place = divmod(turn, total)
-    first = int(stream(seed, "base_cycle", cycle).permutation(total)[place])
+    cycle, position = divmod(turn, total)
+    first = int(stream(seed, "base_cycle", cycle).permutation(total)[position])
     others = [base for base in range(total) if base != first]
     more = stream(seed, "bases", round_.index, client_id).choice(others, count - 1, replace=False) if count > 1 else ()
     return tuple(sorted((first, *map(int, more))))

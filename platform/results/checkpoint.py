@@ -192,24 +192,24 @@ def run_checkpoint(paths: RunPaths) -> Checkpoint:
     return checkpoint
 
 
-def check_same_config(saved: Mapping[str, Any], given: Mapping[str, Any], *, later: bool = False) -> None:
+def check_same_config(saved: Mapping[str, Any], asked: Mapping[str, Any], *, later: bool = False) -> None:
     """Raises ValueError with the dotted keys in which the configurations differ.
 
-    `later` says that the given one may have keys that the saved one lacks, because they came with a later version:
+    `later` says that `asked` may have keys that `saved` lacks, because they came with a later version:
     whoever restores a configuration gives them the meaning of before.
     """
-    if changes := differences(saved, given, later=later):
+    if changes := differences(saved, asked, later=later):
         raise ValueError(
             f"checkpoint of another configuration: {changes}; resume with the saved values or start a new run"
         )
 
 
-def differences(saved: Mapping[str, Any], given: Mapping[str, Any], most: int = 5, *, later: bool = False) -> str:
+def differences(saved: Mapping[str, Any], asked: Mapping[str, Any], most: int = 5, *, later: bool = False) -> str:
     """The dotted keys, at most `most`, in which two configurations differ, with both values; "" if in none.
 
     With `later`, keys that the saved one lacks do not count.
     """
-    old, new = _flat(saved), _flat(given)
+    old, new = _flat(saved), _flat(asked)
     changes = [
         f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
         for key in [*old, *(key for key in new if key not in old and not later)]

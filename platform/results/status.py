@@ -73,8 +73,14 @@ class StatusFile:
         except ValueError:  # a new run, or a damaged file, which is replaced
             last = Status("running", 0, "", "", 0, 0, 0.0, "")
         pid, started = this_process()
-        own = {"pid": pid, "host": platform.node(), "started": started, "place": this_place(), "cluster": cluster}
-        self._status = replace(last, state="running", message="", taken=last.taken + 1, **own)  # type: ignore[arg-type]
+        of_process = {
+            "pid": pid,
+            "host": platform.node(),
+            "started": started,
+            "place": this_place(),
+            "cluster": cluster,
+        }
+        self._status = replace(last, state="running", message="", taken=last.taken + 1, **of_process)  # type: ignore[arg-type]
         self._next_beat_s = 0.0
 
     def write(

@@ -192,12 +192,12 @@ class ElasticSpace(SlicedSpace):
             raise ValueError(f"{text!r}: space.coupled=true gives these depths other widths: {self.label(coupled)!r}")
         return self.of_contents(contents)
 
-    def _nearest(self, text: str, name: str, given: list[float], blocks: int) -> list[float]:
+    def _nearest(self, text: str, name: str, values: list[float], blocks: int) -> list[float]:
         """The design's own value of each block, of which a label has six digits."""
-        if len(given) not in (1, blocks):
-            raise ValueError(f"{text!r}: {len(given)} {name} for {blocks} kept blocks: give one, or one each")
+        if len(values) not in (1, blocks):
+            raise ValueError(f"{text!r}: {len(values)} {name} for {blocks} kept blocks: give one, or one each")
         known, nearest = sorted(set(self.design.widths[name])), []
-        for value in (given * blocks)[:blocks]:
+        for value in (values * blocks)[:blocks]:
             near = [each for each in known if math.isclose(each, value, rel_tol=1e-5)]
             if not near:
                 allowed = ", ".join(f"{each:g}" for each in known)

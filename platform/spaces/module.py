@@ -252,14 +252,14 @@ def load_stored(module: nn.Module, file: Path, names: Mapping[str, str]) -> None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"space.weights={file}: no safetensors can be read from it ({said(error)})") from error
     tensors = module.state_dict(keep_vars=True)
-    for given, tensor in stored.items():
-        old = max((name for name in names if given.startswith(name)), key=len, default="")
-        name = names.get(old, "") + given[len(old) :]
+    for stored_name, tensor in stored.items():
+        old = max((name for name in names if stored_name.startswith(name)), key=len, default="")
+        name = names.get(old, "") + stored_name[len(old) :]
         if name not in tensors or tensors[name].shape != tensor.shape:
             known = tensors.get(name)
             has = f"none{nearest(name, [*tensors])}" if known is None else f"it as {tuple(known.shape)}"
             raise ValueError(
-                f"space.weights={file}: its {given} is {tuple(tensor.shape)}, the network has {has}; "
+                f"space.weights={file}: its {stored_name} is {tuple(tensor.shape)}, the network has {has}; "
                 "space.weights_names maps beginnings of names"
             )
         with torch.no_grad():

@@ -89,8 +89,8 @@ class Heads(Normal, nn.Module):
     def narrow(self, inputs: int, keep: Keep, *, last: bool) -> None:
         """Gives it fewer inputs and heads."""
         heads, rows, _ = self.weight.shape
-        kept = heads if last else keep(heads)
-        resize(self, weight=(kept, rows, inputs), bias=(kept, rows))
+        num_heads = heads if last else keep(heads)
+        resize(self, weight=(num_heads, rows, inputs), bias=(num_heads, rows))
 
     def forward(self, x: Tensor) -> Tensor:
         heads, rows, size = self.weight.shape
@@ -111,8 +111,8 @@ class Merge(Normal, nn.Module):
     def narrow(self, inputs: int, keep: Keep, *, last: bool) -> None:
         """Gives it fewer heads and outputs."""
         _, head_size, size = self.weight.shape
-        kept = size if last else keep(size)
-        resize(self, weight=(inputs, head_size, kept), bias=(kept,))
+        outputs = size if last else keep(size)
+        resize(self, weight=(inputs, head_size, outputs), bias=(outputs,))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.transpose(1, 2).flatten(2), self.weight.flatten(0, 1).t(), self.bias)
@@ -291,8 +291,8 @@ class ElasticTransformerDesign(TransformerDesign):
         """The number of distinct blocks."""
         del stage  # all are alike
         hidden = round(self.mlp_ratio * self.embedding_size)
-        kept = [(self.head_shares, self.attention_heads), (self.expansions, hidden)]
-        return math.prod(len({channels_kept(share, whole) for share in shares}) for shares, whole in kept)
+        choices = [(self.head_shares, self.attention_heads), (self.expansions, hidden)]
+        return math.prod(len({channels_kept(share, whole) for share in shares}) for shares, whole in choices)
 
     def build_block(self, stage: int, block: int, width: int) -> nn.Module:
         """One block of a width index."""
