@@ -140,7 +140,7 @@ DESCRIPTION = """Federated architecture search across unequal devices.
   fedloom demo                                   a complete run, about two minutes on two cores
   fedloom run experiment=fedoras_digits seed=2   change one thing: any configuration value, key=value
   fedloom ablate ablation=alpha experiment=fedoras_digits     the same over values and seeds
-  fedloom report                                 tables, plots and a page of what was started last
+  fedloom report                                 tables, plots and a page of the last run
 """
 
 RUN_HELP = """Runs an experiment: a preset, with any configuration value changed by key=value.
@@ -151,7 +151,7 @@ RUN_HELP = """Runs an experiment: a preset, with any configuration value changed
 
   fedloom run experiment=fedoras_digits name=baseline tags=[paper]         afterwards: fedloom report baseline
 
-`fedloom keys` lists all configuration keys, `fedloom plugins` what can be chosen by name.
+`fedloom keys` lists all configuration keys, `fedloom plugins` everything that can be chosen by name.
 """
 
 DEMO = "fedoras_digits"
@@ -164,17 +164,17 @@ DEMO_HELP = f"""Runs {DEMO}: FedorAS on digits, four tiers and forty clients, ab
 AFTER_DEMO = f"""
 next:
   fedloom report                                  tables, plots and a page of this run
-  fedloom run experiment={DEMO} seed=2    change one thing; fedloom keys lists what there is
+  fedloom run experiment={DEMO} seed=2    change one thing; fedloom keys lists them all
   fedloom ablate ablation=alpha experiment={DEMO} --plan
   fedloom new my_project                          a data set, a method and a test of your own"""
 
-NEW_HELP = """Writes a project that runs at once: a data set, a network, a server rule, a preset, a test and a README.
+NEW_HELP = """Writes a project that runs as it is: a data set, a network, a server rule, a preset, a test and a README.
 
   fedloom new my_project
   cd my_project; fedloom run experiment=my_preset.yaml
 """
 
-COMPLETION_HELP = """Prints a script by which a shell completes commands, keys, presets, names and runs.
+COMPLETION_HELP = """Prints a completion script: the shell then completes commands, keys, presets, names and runs.
 
   fedloom completion bash > ~/.local/share/bash-completion/completions/fedloom
   fedloom completion zsh > ~/.zfunc/_fedloom              a folder of $fpath
@@ -186,8 +186,8 @@ ABLATE_HELP = """Runs every point of an ablation's axes with every seed, as many
   fedloom ablate ablation=beta_schedule experiment=superfednas_digits
   fedloom ablate ablation=alpha experiment=fedoras_digits ablation.seeds=[1,2,3] method.train.rounds=20
   fedloom ablate ablation=mine.yaml experiment=fedoras_digits --plan     what would be run; nothing is started
-  fedloom ablate --resume ABLATION                                       go on after Ctrl-C, a crash or a move
-  fedloom ablate --retry-failed ABLATION                                 run exactly those again that failed
+  fedloom ablate --resume ABLATION                                       continue after Ctrl-C, a crash or a move
+  fedloom ablate --retry-failed ABLATION                                 run only the failed trials again
 
 An ablation of your own is a YAML file:
 
@@ -197,34 +197,34 @@ An ablation of your own is a YAML file:
   seeds: [1, 2, 3]
   figures: [metric_by_axis]        # also metric_by_axes; macs_, stages_, tiers_, time_, bytes_by_axis; fronts
 
-ablation.search.kind=random ablation.search.samples=20 draws points, kind=bayesian suggests them by what earlier ones
-have reached on validation data (with Optuna; an axis may be uniform, log_uniform or integers:
-[least, greatest]); ablation.scheduler.kind=asha stops trials that fall behind; ablation.attempts and .concurrent limit
-retries and trials at once. Exit code 0: all trials are done; 3: some failed; 4: processes died; 130: interrupted.
+ablation.search.kind=random ablation.search.samples=20 draws points at random; kind=bayesian suggests them from the
+validation scores of earlier ones (with Optuna; an axis may be uniform, log_uniform or integers: [least, greatest]);
+ablation.scheduler.kind=asha stops trials that fall behind; ablation.attempts and .concurrent limit retries and trials
+at once. Exit code 0: all trials are done; 3: some failed; 4: processes died; 130: interrupted.
 """
 
 KEYS_HELP = """Lists configuration keys: type, default, what is allowed, and what they mean.
 
-NaN is never allowed, infinity only where it says so; whole numbers have at most 64 bits,
-others the range of 32-bit floats.
+NaN is never allowed, infinity only where the key says so; integers have at most 64 bits,
+other numbers the range of 32-bit floats.
 
-  fedloom keys method.train method=fedavg                    all keys that begin so, of a method (else the default)
+  fedloom keys method.train method=fedavg                    all keys with this prefix, for this method
   fedloom keys data experiment=spider_cifar10                with a preset's values
-  fedloom keys method.train.options method.train.server=fedadam     the options of what is chosen
+  fedloom keys method.train.options method.train.server=fedadam     the options of that choice
 """
 
-CALIBRATE_HELP = """Says how many MACs per second a device does, for devices.macs_per_s or a device table.
+CALIBRATE_HELP = """Computes how many MACs per second a device does, for devices.macs_per_s or a device table.
 
   fedloom calibrate experiment=fedavg_digits                                     this machine's CPU, timed now
   fedloom calibrate experiment=fedoras_cifar10 --samples 500 --seconds 41        your device: one pass over 500 samples
   fedloom calibrate experiment=fedoras_cifar10 --measured phones.csv --out devices.csv
 
-A file has the columns device_id, samples, epochs and seconds (CSV or Parquet), several rows of a device count together.
-The rate is 3 x MACs of the forward passes / seconds, so that the simulated clock gives the measured time again. Seconds
-are those of training alone, without transfers, of --architecture in the experiment's space.
+A file has the columns device_id, samples, epochs and seconds (CSV or Parquet), several rows of one device are pooled.
+The rate is 3 x MACs of the forward passes / seconds, so that the simulated clock reproduces the measured time. Seconds
+are those of training alone, without transfers, for --architecture in the experiment's space.
 """
 
-PLUGINS_HELP = """Lists, place by place, what can be chosen by name. Everywhere module:name takes code of your own.
+PLUGINS_HELP = """Lists what can be chosen by name, for each configuration key. Your own code goes in as module:name.
 
   fedloom plugins server                 the server rules, their options, and how one of your own is called
 """
@@ -232,71 +232,73 @@ PLUGINS_HELP = """Lists, place by place, what can be chosen by name. Everywhere 
 
 REPRODUCE_HELP = """Runs what a paper's table or figure needs, and says which of its claims the results show.
 
-  fedloom reproduce --list                            the items, what they need, and how they stand here
-  fedloom reproduce fedoras/tab8                      what is counted without training: seconds
-  fedloom reproduce fedoras/tab6                      at the small scale: a laptop, less than an hour
-  fedloom reproduce fedoras/tab6 scale=paper          what the paper ran; it goes on after Ctrl-C, kill or crash
+  fedloom reproduce --list                            the items, what they need, and their state here
+  fedloom reproduce fedoras/tab8                      counted without training, in seconds
+  fedloom reproduce fedoras/tab6                      at the small scale: less than an hour on a laptop
+  fedloom reproduce fedoras/tab6 scale=paper          what the paper ran; continues after Ctrl-C, kill or crash
   fedloom reproduce fedoras/tab6 seeds=[1,2,3,4,5] method.train.rounds=100     changed: not on the scoreboard
   fedloom reproduce --scoreboard --out board          all claims of all papers, also as a page with figures
-  fedloom reproduce --scoreboard --recorded           with values kept from earlier runs where nothing is run here
-  fedloom reproduce fedoras/tab6 --record             runs it, and keeps the values beside the item
+  fedloom reproduce --scoreboard --recorded           with recorded values for items that have not been run here
+  fedloom reproduce fedoras/tab6 --record             run it, and record the values beside the item
 
-A claim is shown or contradicted if the 95 % interval over seeds says so everywhere it is made, or anywhere; else it is
-not shown. Exit code 0: it ran, whatever it found; 2: unknown, or no data, with a line that says which file goes where.
+A claim is shown if the 95 % interval over seeds says so at every place where it is made, contradicted if the interval
+excludes it at any, and not shown otherwise. Exit code 0: it ran, whatever the outcome; 2: unknown item or missing data,
+with a line that says which file goes where.
 """
 
-EXPORT_HELP = """Writes a trained model as safetensors, torch.export and ONNX files, with a card that says what it is.
+EXPORT_HELP = """Writes a trained model as safetensors, torch.export and ONNX files, with a model card.
 
-  fedloom export RUN --tier tier1                        what the run found for a tier
-  fedloom export RUN --target macs=1e9                    what it found for a target
+  fedloom export RUN --tier tier1                        the model that the run found for a tier
+  fedloom export RUN --target macs=1e9                    the one for a target
   fedloom export RUN --architecture "d=1,0,2,1 e=.14"     any subnet, cut from the run's supernet
 """
 
-SUBMIT_HELP = """Sends a run, or an ablation, to a Ray cluster as a job, shows its output and ends with its exit code.
+SUBMIT_HELP = """Submits a run, or an ablation, to a Ray cluster as a job, shows its output and returns its exit code.
 
   fedloom submit --address http://HOST:8265 experiment=fedoras_cifar10 results=/shared/results
   fedloom submit --address http://HOST:8265 ablation=alpha experiment=fedoras_digits results=s3://bucket/results
   fedloom submit --address http://HOST:8265 --include my_rules.py --env FEDLOOM_DATA=/shared/data \\
       experiment=fedoras_cifar10 method.train.weighting=my_rules:mine results=/shared/results
 
-Only fedloom's own source and what --include names is sent, at most 50 MiB. Torch and Ray are the cluster's own.
-`--env NAME` takes the value from here: a value on the command line is seen by all users of this machine.
+Only fedloom's own source and what --include names are sent, at most 50 MiB. Torch and Ray are the cluster's own.
+`--env NAME` takes the value from this environment, since all users of a machine can see its command lines.
 A cluster that asks for a token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN.
 """
 
-VERIFY_HELP = """Checks every file of runs: sizes, hashes, the checkpoint, the journal, the models, the count of rows.
+VERIFY_HELP = """Checks every file of a run: sizes, hashes, the checkpoint, the journal, the models, the number of rows.
 
-  fedloom verify RUN        exit code 0: all is whole; 2: a line per file that is not
+  fedloom verify RUN        exit code 0: everything is intact; 2: one line per damaged file
 """
 
-RESUME_HELP = """Continues a run from its last checkpoint, to the same results; of a run that is done it says so.
+RESUME_HELP = """Continues a run from its last checkpoint; the results are the same as without the interruption.
 
   fedloom resume RUN                                     RUN: an id, its beginning, a name, or the tag of one run
   fedloom resume RUN executor.actors=8 ray.address=HEAD:6379
   fedloom resume RUN name=baseline tags=[paper,cifar]
 
-What is computed cannot change. These keys may: name, tags, executor.kind, executor.actors, executor.client_timeout_s,
-executor.failures.*, ray.*, checkpoint.*, data.root, data.cache, data.download, reuse_supernet, tensorboard, tracking.*.
+Keys that would change the results cannot be given. These can: name, tags, executor.kind, executor.actors,
+executor.client_timeout_s, executor.failures.*, ray.*, checkpoint.*, data.root, data.cache, data.download,
+reuse_supernet, tensorboard, tracking.*.
 """
 
-ATTACH_HELP = """Watches a run that was started with ray.detached=true; lines and exit code are those of `fedloom run`.
+ATTACH_HELP = """Watches a run that was started with ray.detached=true; output and exit code are those of `fedloom run`.
 
   fedloom run experiment=fedoras_cifar10 ray.address=HEAD:6379 ray.detached=true
   fedloom attach RUN --address HEAD:6379                 after Ctrl-C, a lost connection, or in another terminal
-  fedloom attach RUN --address HEAD:6379 --stop          ends it; fedloom resume RUN would go on
+  fedloom attach RUN --address HEAD:6379 --stop          stops it; fedloom resume RUN continues it
 
-Ctrl-C ends the watching, not the run. Of a run that has ended it says how.
+Ctrl-C stops watching, not the run. If the run has ended, attach says how.
 """
 
 
 BOARD_HELP = """Serves a live web page of the results: runs, curves, ablations, fronts, clients, differences, reports.
 
-  fedloom board                                  on this machine alone; open the URL that it prints
+  fedloom board                                  for this machine only; open the URL that it prints
   fedloom board --results /shared/results --port 9000
   ssh -L 8270:localhost:8270 HOST                on a remote machine: forward the port, then open http://localhost:8270
-  FEDLOOM_BOARD_TOKEN=SECRET fedloom board --host 0.0.0.0      for others, who must give the token
+  FEDLOOM_BOARD_TOKEN=SECRET fedloom board --host 0.0.0.0      for others, who need the token
 
-It reads tables and status files only, and never writes. It uses no network: all that the page needs is served by it.
+It only reads tables and status files, and never writes. The page loads nothing from other hosts.
 """
 
 
@@ -344,25 +346,25 @@ RESULTS = Argument(
     "--results", type=_path_or_url, default=Path("results"), help="results folder or URL (default: results)"
 )
 MAY_CHANGE = (
-    _flag("--changed-plugins", "go on although the source of a plug-in has changed meanwhile"),
-    _flag("--take-over", "go on with results at a URL whose last process ended without saying so"),
+    _flag("--changed-plugins", "continue although the source of a plug-in has changed since"),
+    _flag("--take-over", "take over results at a URL from a process that has died"),
 )
 RUN_WORDS = "run id, its beginning, or the run's name or tag"
 
 COMMANDS: Mapping[str, Command] = {
     "run": Command(
         "run an experiment to its end",
-        (_overrides("experiment=NAME (or a YAML file of your own) and whatever differs from it"),),
+        (_overrides("experiment=NAME (or a YAML file of your own) and the values to change"),),
         RUN_HELP,
     ),
-    "demo": Command("run the demo, two minutes", (_overrides("whatever differs from it"),), DEMO_HELP),
+    "demo": Command("run the demo, two minutes", (_overrides("values to change"),), DEMO_HELP),
     "new": Command(
-        "begin a project with a data set and a method of your own",
+        "create a project with a data set and a method of your own",
         (Argument("folder", metavar="FOLDER", type=_path, help="a new folder, or an empty one"),),
         NEW_HELP,
     ),
     "completion": Command(
-        "a script for the shell, which completes commands and keys",
+        "print a completion script for the shell",
         (Argument("shell", choices=("bash", "zsh", "fish"), help="the shell"),),
         COMPLETION_HELP,
     ),
@@ -372,7 +374,7 @@ COMMANDS: Mapping[str, Command] = {
         RESUME_HELP,
     ),
     "attach": Command(
-        "watch a run again that goes on by itself on a cluster, or end it",
+        "watch a detached run on a cluster, or stop it",
         (
             Argument("run", metavar="RUN", help=RUN_WORDS),
             Argument(
@@ -381,7 +383,7 @@ COMMANDS: Mapping[str, Command] = {
                 metavar="HOST:PORT",
                 help="the cluster; default: the one that RAY_ADDRESS names or that runs on this machine",
             ),
-            _flag("--stop", "end the run after the round in progress, or without it after ten seconds"),
+            _flag("--stop", "stop the run after the round in progress, or after ten seconds without it"),
             RESULTS,
         ),
         ATTACH_HELP,
@@ -389,10 +391,10 @@ COMMANDS: Mapping[str, Command] = {
     "ablate": Command(
         "vary configuration values over seeds, with Ray Tune",
         (
-            _overrides("ablation=NAME experiment=NAME and whatever differs from them"),
+            _overrides("ablation=NAME experiment=NAME and the values to change"),
             (
                 _flag("--plan", "show the trials and start nothing"),
-                Argument("--resume", metavar="ABLATION", help="continue an ablation, by its id or the id's beginning"),
+                Argument("--resume", metavar="ABLATION", help="continue an ablation: its id, or the beginning of it"),
                 Argument("--retry-failed", metavar="ABLATION", help="run an ablation's failed trials again"),
             ),
             *MAY_CHANGE,
@@ -400,17 +402,19 @@ COMMANDS: Mapping[str, Command] = {
         ),
         ABLATE_HELP,
     ),
-    "describe": Command("a space's size, costs and tiers", (_overrides("space=NAME (or experiment=NAME), ..."),)),
+    "describe": Command("show a space's size, costs and tiers", (_overrides("space=NAME (or experiment=NAME), ..."),)),
     "calibrate": Command(
-        "a simulated device's MACs per second, from measured training",
+        "compute a simulated device's MACs per second from measured training",
         (
-            _overrides("experiment=NAME and whatever differs from it"),
-            Argument("--architecture", default="largest", help="of the network that was trained (default: largest)"),
+            _overrides("experiment=NAME and the values to change"),
+            Argument("--architecture", default="largest", help="the network that was trained (default: largest)"),
             (
-                Argument("--seconds", type=_number(Annotated[float, POSITIVE]), help="that the training took"),
+                Argument("--seconds", type=_number(Annotated[float, POSITIVE]), help="how long the training took"),
                 Argument("--measured", metavar="FILE", type=_path, help="measured trainings of many devices"),
             ),
-            Argument("--samples", type=_number(Annotated[int, ONE_OR_MORE]), help="that were trained on"),
+            Argument(
+                "--samples", type=_number(Annotated[int, ONE_OR_MORE]), help="number of samples that were trained on"
+            ),
             Argument(
                 "--epochs", default=1, type=_number(Annotated[int, ONE_OR_MORE]), help="passes over them (default: 1)"
             ),
@@ -419,89 +423,91 @@ COMMANDS: Mapping[str, Command] = {
         CALIBRATE_HELP,
     ),
     "keys": Command(
-        "every configuration key with its type, default, range and meaning",
+        "list configuration keys with type, default, range and meaning",
         (_many("given", "PREFIX or key=value", "method.train, or experiment=NAME, method=NAME, ..."),),
         KEYS_HELP,
     ),
     "plugins": Command(
-        "what can be chosen by name, and where code of your own goes",
+        "list what can be chosen by name, and where your own code goes",
         (_many("words", "WORD", "what to look for, such as server or data"),),
         PLUGINS_HELP,
     ),
     "tables": Command(
-        "the columns of the result tables: type, unit and meaning",
-        (_many("words", "TABLE", "runs, rounds, clients, ...; all if none is given"),),
+        "list the columns of the result tables: type, unit and meaning",
+        (_many("words", "TABLE", "runs, rounds, clients, ... (default: all)"),),
     ),
     "prepare": Command(
         "prepare a data set and its partition",
         (
             _overrides("dataset=NAME (or experiment=NAME), ..."),
-            Argument("--picture", metavar="FILE", type=_path, help="draw which client has what (.png or .pdf)"),
+            Argument("--picture", metavar="FILE", type=_path, help="plot which client has which data (.png or .pdf)"),
         ),
     ),
     "report": Command(
-        "tables, plots and one HTML page of runs, or of an ablation",
+        "write tables, plots and an HTML page of runs, or of an ablation",
         (
-            _many("runs", "RUN", "ids, names or tags; or an ablation (default: what was started last)"),
+            _many("runs", "RUN", "ids, names or tags, or an ablation (default: the one started last)"),
             Argument("--out", type=_path, help="folder for the files (default: RESULTS/reports/RUN)"),
             _repeated(
                 "--target",
                 _target,
-                "also what it takes to reach this score on validation data: rounds, megabytes, simulated hours; an "
-                "accuracy such as 0.8, or loss=0.5 (default: stop.target of the runs)",
+                "also report rounds, megabytes and simulated hours to this score on validation data: an accuracy such "
+                "as 0.8, or loss=0.5 (default: the runs' stop.target)",
                 metavar="SCORE",
             ),
-            _flag("--follow", "write it again every 30 s until the runs end; the page follows by itself"),
+            _flag("--follow", "write it again every 30 s until the runs end; the open page reloads itself"),
             RESULTS,
         ),
     ),
     "reproduce": Command(
-        "the tables and figures of the papers: run them, and check their claims",
+        "run the tables and figures of the papers, and check their claims",
         (
             _overrides("fedoras/tab6 (or ./mine/tab1.yaml), scale=small, ...", "ITEM or key=value"),
             (
-                _flag("--list", "all items: what they need, and how they stand here"),
+                _flag("--list", "all items: what they need, and their state here"),
                 _flag("--scoreboard", "all claims of all papers, with their states"),
-                _flag("--show", "the item's table from what was run so far; runs nothing"),
+                _flag("--show", "the item's table from the runs so far; runs nothing"),
             ),
-            _flag("--recorded", "values kept from earlier runs where nothing is run here"),
-            _flag("--record", "keep the values of the item's runs beside the item"),
-            Argument("--out", type=_path, help="with --scoreboard: a page with figures in this folder"),
+            _flag("--recorded", "use recorded values for items that have not been run here"),
+            _flag("--record", "record the values of the item's runs beside the item"),
+            Argument("--out", type=_path, help="with --scoreboard: write a page with figures to this folder"),
             RESULTS,
         ),
         REPRODUCE_HELP,
     ),
     "search": Command(
-        "the best subnets of a trained supernet for new targets",
+        "find the best subnets of a trained supernet for new targets",
         (
             Argument("run", metavar="RUN", help=f"{RUN_WORDS}; a run of superfednas"),
-            _repeated("--macs", _number(Annotated[float, POSITIVE]), "at most so many MACs"),
-            _repeated("--latency-s", _number(Annotated[float, POSITIVE]), "at most so many seconds on this machine"),
+            _repeated("--macs", _number(Annotated[float, POSITIVE]), "upper limit of MACs"),
+            _repeated(
+                "--latency-s", _number(Annotated[float, POSITIVE]), "upper limit of latency on this machine, in seconds"
+            ),
             Argument(
                 "--samples",
                 type=_number(Annotated[int, UP_TO_A_MILLION]),
-                help="subnets to measure, if more than the run did",
+                help="number of subnets to measure (default: as in the run)",
             ),
-            Argument("--metric", choices=get_args(Metric), help="what subnets are ranked by, if not as in the run"),
+            Argument("--metric", choices=get_args(Metric), help="what subnets are ranked by (default: as in the run)"),
             Argument(
                 "--min-tau",
                 type=_number(Annotated[float, Interval(ge=-1, le=1)]),
-                help="what Kendall's tau the predictors must reach",
+                help="Kendall's tau that the predictors must reach",
             ),
             RESULTS,
         ),
     ),
     "status": Command(
-        "which runs there are and how they stand",
+        "list runs and ablations with their state",
         (
-            _flag("--clean", "end the processes that dead runs left behind on this machine"),
+            _flag("--clean", "stop the processes that dead runs left behind on this machine"),
             _many("runs", "RUN", "ids, their beginnings, names or tags (default: the newest 50)"),
             _flag("--all", "all runs and ablations, not only the newest 50 of each"),
             RESULTS,
         ),
     ),
     "board": Command(
-        "a live web page of runs and ablations",
+        "serve a live web page of runs and ablations",
         (
             Argument("--host", default="127.0.0.1", help="interface to serve on (default: 127.0.0.1, this machine)"),
             Argument(
@@ -511,14 +517,15 @@ COMMANDS: Mapping[str, Command] = {
                 help="port to serve on, 0 for any free one (default: 8270)",
             ),
             Argument(
-                "--token", help="secret that the page asks for; better in FEDLOOM_BOARD_TOKEN, as users see commands"
+                "--token",
+                help="secret that the page asks for; better in FEDLOOM_BOARD_TOKEN, as others see command lines",
             ),
             RESULTS,
         ),
         BOARD_HELP,
     ),
     "export": Command(
-        "a trained model as files that run without fedloom",
+        "write a trained model as files that run without fedloom",
         (
             Argument("run", metavar="RUN", help=RUN_WORDS),
             Argument("--tier", help="the model of this tier"),
@@ -540,22 +547,22 @@ COMMANDS: Mapping[str, Command] = {
             _repeated(
                 "--include",
                 _path,
-                "own file or folder to send (not its data, results, tests, hidden entries)",
+                "file or folder of your own to send (without its data, results, tests and hidden entries)",
                 metavar="PATH",
             ),
             _repeated(
                 "--env",
                 str,
-                "variable for the job, with its value here if none is given, as for secrets",
+                "environment variable of the job; without a value, as for secrets, the one that it has here",
                 metavar="NAME[=VALUE]",
             ),
             _flag("--no-wait", "print the job's id and return"),
-            _overrides("experiment=NAME (and ablation=NAME), results=WHERE and whatever differs"),
+            _overrides("experiment=NAME (and ablation=NAME), results=WHERE and the values to change"),
         ),
         SUBMIT_HELP,
     ),
     "verify": Command(
-        "whether all files of runs are what fedloom wrote",
+        "check that the files of runs are what fedloom wrote",
         (Argument("runs", nargs="+", metavar="RUN", help="ids, their beginnings, names or tags"), RESULTS),
         VERIFY_HELP,
     ),
