@@ -27,7 +27,7 @@ MOST_DOUBLINGS = 5
 
 ANSI_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 ADVICE = " Some common causes include"
-"""What follows is the same for every process that Ray loses."""
+"""From here on, Ray's message is the same for every process that it loses."""
 
 
 @dataclass
@@ -45,13 +45,13 @@ class Member:
     fetches: bool = False
     """Whether its node lacks the prepared data: `answer` is then that of `fetch_data`."""
     sent: int = 0
-    """The number of jobs that it has been sent."""
+    """The number of jobs that were sent to it."""
     jobs: list[Any] = field(default_factory=list)
-    """References of the results of those that are not finished: one at work, and perhaps the next one."""
+    """References of the results of its unfinished jobs: one at work, and perhaps the next one."""
 
     @property
     def answered(self) -> About:
-        """What an actor that is up has answered."""
+        """The answer of an actor that is up."""
         assert self.about is not None, "only actors that have answered are given work"
         return self.about
 
@@ -78,7 +78,7 @@ class ActorSet:
         self._due: list[tuple[float, ActorGroup]] = []
 
     def start(self, group: ActorGroup, *, joins: bool = False) -> None:
-        """Requests one more actor of the group; with `joins`, one that is given up if its node cannot be used."""
+        """Requests one more actor of the group; with `joins`, it is given up if its node cannot be used."""
         remote = RemoteClient.options(num_cpus=group.num_cpus, num_gpus=group.num_gpus, max_restarts=0)
         self._started += 1
         actor = remote.remote(self._spec_ref, group.num_gpus, f"client:{group.name}:{self._started} {self._run_id}")
@@ -144,15 +144,15 @@ class ActorSet:
         return any((member.about or member.fetches) and member.group.name == group for member in self.members)
 
     def fetching(self) -> bool:
-        """Whether any actor fetches its data, for which there is no time limit while it gets on."""
+        """Whether any actor is fetching its data, which has no time limit as long as it makes progress."""
         return any(member.fetches for member in self.members)
 
     def planned(self) -> int:
-        """How many actors there are, with those whose failed start will be repeated."""
+        """The number of actors, including those whose failed start will be repeated."""
         return len(self.members) + len(self._due)
 
     def up_on(self, node_id: str, but: Member | None = None) -> Member | None:
-        """An actor that is up, on this node if there is one, idle or busy, other than `but`; None if there is none."""
+        """An actor other than `but` that is up (idle or busy), on this node if possible; None if there is none."""
         up = [member for member in self.members if member.about is not None and member is not but]
         return next((member for member in up if member.answered.node_id == node_id), next(iter(up), None))
 
@@ -177,7 +177,7 @@ class ActorSet:
         self.start(self._for_restart(member.group))
 
     def replace_if_idle(self, member: Member) -> None:
-        """Replaces an actor that has ended while it had no job; one that had is replaced with its job."""
+        """Replaces an actor that ended while it was idle; a busy one is replaced when its job is repeated."""
         idle = self.idle[member.group.name]
         if member in idle:
             idle.remove(member)
@@ -198,7 +198,7 @@ class ActorSet:
         return member.about is not None and member.about.node_id not in alive
 
     def close(self) -> None:
-        """Ends all actors, unless they have ended with Ray, which `ray.kill` would start again."""
+        """Ends all actors, unless Ray has ended and they with it: `ray.kill` would start Ray again."""
         actors = [member.actor for member in self.members] + [self._reader] * (self._reader is not None)
         for actor in actors if ray.is_initialized() else ():
             ray.kill(actor)
@@ -235,9 +235,9 @@ def check(about: About, source: str, plugins: Sequence[str]) -> None:
 
 
 def cause_of(error: Exception) -> str:
-    """What an error of Ray says of its cause, on one line, with the process and its address if it names them.
+    """The cause that a Ray error names, on one line, with the process and its address if the error names them.
 
-    Ray says at length what it was doing, then with indents how it came there, and last what happened.
+    Ray first says at length what it was doing, then with indents how it got there, and last what happened.
     """
     text = ANSI_COLOUR.sub("", str(error))
     lines = text.splitlines()

@@ -54,7 +54,7 @@ def show_own_token(address: str) -> None:
     """Shows this machine's token to the cluster that `auto` finds on this machine, as `ray.init()` itself does.
 
     `ray start` asks for the token if there is one, and the first cluster that fedloom starts makes one. At an address
-    that somebody gave, Ray shows no token unless told, and neither do we: it may be a stranger's.
+    that the user gives, Ray shows no token unless told to, and neither does fedloom: the cluster may be a stranger's.
     """
     is_found_here = address == "auto" and not os.environ.get("RAY_ADDRESS") and _running_cluster() is not None
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -64,7 +64,7 @@ def show_own_token(address: str) -> None:
 
 
 def stay_on_loopback(address: str) -> None:
-    """Keeps a cluster that fedloom starts itself off the network, and finds one that was started so.
+    """Keeps a cluster that fedloom starts itself off the network, and finds one that was started in this way.
 
     Must be called before Ray is imported: without the switch Ray looks for a cluster of the loopback interface on the
     network, silently and for minutes.

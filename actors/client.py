@@ -36,7 +36,7 @@ WATCH = "watch"
 """Ray's concurrency group for methods that answer while the actor runs a chunk."""
 
 ADD = "add"
-"""The one for adding the sums of other actors of the node meanwhile."""
+"""Ray's concurrency group for adding the sums of other actors meanwhile."""
 
 NODE_ID_DIGITS = 8
 
@@ -52,9 +52,9 @@ class About:
     threads: int
     source_hash: str
     other_torch: str | None = None
-    """One line if its node does not have the server's version of torch."""
+    """A one-line message if its node does not have the server's version of torch."""
     missing_data: str | None = None
-    """One line naming the prepared data that its node lacks; None if it has all."""
+    """A one-line message naming the prepared data that its node lacks; None if it has all."""
     fetched: str = ""
     """What this actor has fetched from the server's node, with sizes."""
 
@@ -86,7 +86,7 @@ def assigned_device(gpu_share: float) -> str:
 
 
 def other_torch(server: str) -> str | None:
-    """A line if this node's torch is another version than the server's, whose bits may differ; builds do not count."""
+    """A message if this node's torch version differs from the server's, so bits may differ; builds do not count."""
     here = str(torch.__version__)
     if not server or here.partition("+")[0] == server.partition("+")[0]:
         return None
@@ -99,7 +99,7 @@ def source_of(spec: WorkerSpec) -> str:
 
 
 class Position(NamedTuple):
-    """Where an actor is: the number of its job, the index in the chunk of the client, and that one's seconds so far."""
+    """What an actor works on: the number of its job, the client's index in the chunk, and its seconds so far."""
 
     job: int
     client: int
@@ -113,7 +113,7 @@ class ClientActor:
     """
 
     def __init__(self, spec: WorkerSpec, gpu_share: float, name: str = "") -> None:
-        """`name` is what Ray's dashboard and logs call it."""
+        """`name` is the actor's name in Ray's dashboard and logs."""
         self._name = name
         accept_shared_memory()
         torch.set_num_threads(spec.threads)
@@ -160,7 +160,7 @@ class ClientActor:
     def run_part(
         self, chunk: Chunk, weights_ref: list[ray.ObjectRef[Any]], version: str
     ) -> tuple[PackedResult, PackedResult]:
-        """As `run_chunk`, with the clients' results and the sums apart: the latter stay on the node until `add`."""
+        """`run_chunk` that returns the clients' results and the sums apart: the sums stay on the node until `add`."""
         packed = self.run_chunk(chunk, weights_ref, version)
         return replace(NOTHING, client_results=packed.client_results), replace(packed, client_results=())
 
@@ -179,7 +179,7 @@ class ClientActor:
 
     @ray.method(concurrency_group=WATCH)
     def position(self) -> Position | None:
-        """Answers while `run_chunk` runs; None if it does not."""
+        """The actor's position, while `run_chunk` runs; None if it does not."""
         at = self._at
         return None if at is None else Position(at[0], at[1], time.monotonic() - at[2])
 
@@ -200,7 +200,7 @@ def accept_shared_memory() -> None:
 
 
 def to_arrays(tensors: Weights) -> dict[str, np.ndarray]:
-    """Tensors of main memory as arrays, without a copy."""
+    """Tensors in main memory as arrays, without a copy."""
     return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
 
 
@@ -211,14 +211,14 @@ def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class PackedResult:
-    """The result of a chunk in the form in which it is sent to the server."""
+    """The result of a chunk, as it is sent to the server."""
 
     sums: Mapping[str, PackedSum]
     updates: int
     whole_weight: float
     client_results: tuple[ClientResult, ...]
     kept: tuple[tuple[Update, Arrays], ...] | None = None
-    """The updates without their tensors, and these, if single updates are kept."""
+    """Each update without its tensors, and these as arrays; None unless single updates are kept."""
 
 
 NOTHING = PackedResult({}, 0, 0.0, ())

@@ -23,7 +23,7 @@ from fedloom.platform.federation.config import RayConfig
 SET_TOKEN = f"set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH (a file) or RAY_AUTH_TOKEN to the cluster's token"
 
 NO_TOKEN = ("InvalidAuthToken", "Unauthenticated")
-"""What Ray's C++ part prints, and its exception does not say, where the token is missing or another one."""
+"""What Ray's C++ part prints, but its exception does not contain, if the token is missing or wrong."""
 
 PRELOADED = ["fedloom.actors.client", "fedloom.actors.server"]
 """Modules that Ray's idle workers import in advance: importing torch takes half of an actor's start-up time."""
@@ -42,11 +42,11 @@ def connected(config: RayConfig) -> Iterator[None]:
 
 @contextmanager
 def _ray_silent() -> Iterator[None]:
-    """Within the block Ray does not print.
+    """Keeps Ray from printing within the block.
 
-    Of a process of Ray that dies it would print up to dozens of lines to standard output, in spite of
-    `log_to_driver=False`, among a run's lines or before its JSON object. fedloom tells the cause itself, and Ray's log
-    has it, too. There is no public setting; this one is for Ray's debugger, which needs the terminal as well.
+    When a Ray process dies, Ray would print up to dozens of lines to standard output in spite of `log_to_driver=False`,
+    among a run's lines or before its JSON object. fedloom reports the cause itself, and Ray's log has it, too. There is
+    no public setting; this one is for Ray's debugger, which needs the terminal as well.
     """
     before = ray_worker._worker_logs_enabled
     ray_worker._worker_logs_enabled = False
@@ -86,11 +86,11 @@ def _connection(config: RayConfig) -> Iterator[None]:
         if address == "local":
             raise
         raise ValueError(f"ray.address={address}: {error}; give HOST:PORT, auto or local") from error
-    except Exception as error:  # Ray raises bare ones, too, as when a process of it dies while it starts
+    except Exception as error:  # Ray raises bare ones, too, for example if one of its processes dies at the start
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         sentence = first_line.split(". ")[0].rstrip(".")
         raise ConnectionError(f"no Ray at {address!r}: {sentence}{_hint(address, f'{error} {noise}')}") from error
-    # Ray's own handler ends the process with a dump of its stack, where Slurm or Kubernetes stop a run.
+    # Ray's own handler ends the process with a stack dump when Slurm or Kubernetes stops a run.
     if on_sigterm is not None:
         signal.signal(signal.SIGTERM, on_sigterm)
     try:
@@ -101,10 +101,10 @@ def _connection(config: RayConfig) -> Iterator[None]:
 
 
 def _unpack_jobs_files(folder: str) -> None:
-    """Has every node of this machine unpack the files of this process's job, and enters their `folder` again.
+    """Has every node on this machine unpack the files of this process's job, and enters their `folder` again.
 
-    Nodes of one machine share Ray's session folder if nobody says otherwise, and each unpacks a job's files there at
-    its first work for the job: it removes the folder that others are at work in.
+    By default the nodes of one machine share Ray's session folder. Each unpacks a job's files there at its first work
+    for the job, and thereby removes the folder in which others are at work.
     """
     if not ray.get_runtime_context().runtime_env.get("working_dir"):
         return
@@ -125,7 +125,7 @@ def _do_nothing() -> None:
 def _held_stderr() -> Iterator[list[str]]:
     """Holds back what the block writes to stderr, and shows it if the block succeeds.
 
-    While Ray does not reach a cluster, its C++ part prints a line per second, past `sys.stderr`.
+    As long as Ray does not reach a cluster, its C++ part prints a line per second, bypassing `sys.stderr`.
     """
     said: list[str] = []
     with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as screen:
@@ -140,7 +140,7 @@ def _held_stderr() -> Iterator[list[str]]:
 
 
 def own_resources(config: RayConfig) -> dict[str, float]:
-    """What a cluster of our own has, known before it starts, which takes seconds."""
+    """CPUs and GPUs of a cluster that fedloom will start, known before the start, which takes seconds."""
     cpus = config.num_cpus if config.num_cpus is not None else usable_cpus()
     return {"CPU": float(cpus), "GPU": float(config.num_gpus)}
 

@@ -1,4 +1,4 @@
-"""Prepared data for a node that lacks it: from the server's node, block by block through Ray's object store."""
+"""Sends prepared data from the server's node to nodes that lack it, block by block through Ray's object store."""
 
 import os
 import shutil
@@ -36,12 +36,12 @@ READERS = 8
 """Blocks that the server's node reads at a time, for all nodes together."""
 
 ANSWER_TIMEOUT_S = 300.0
-"""Seconds that an actor waits for one block: a slow network has no time limit, one that stands still has."""
+"""Seconds that an actor waits for one block: only a stalled network hits this limit, not a slow one."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The reader on the server's node, and the folders in which the prepared data is there."""
+    """The reader on the server's node, and the folders of the prepared data there."""
 
     reader: Any
     dataset_path: str
@@ -50,9 +50,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Offer:
-    """What the server has of an artefact: its hash, and the sizes of its files.
+    """The server's copy of an artefact: its hash, and the sizes of its files.
 
-    The manifest knows the arrays' hashes; `sha256` has those of the other files.
+    The manifest holds the arrays' hashes, `sha256` those of the other files.
     """
 
     hash: str
@@ -64,7 +64,7 @@ class Sender(Protocol):
     """Reads the server's folders."""
 
     def offer(self, folder: str, manifest: str) -> Offer:
-        """Raises ValueError or OSError if the server does not have the folder either."""
+        """The server's copy of a folder; raises ValueError or OSError if the server does not have it either."""
 
     def blocks(self, path: str, size_bytes: int) -> Iterator[ByteArray]:
         """The content of a file, in blocks of at most `BLOCK_BYTES`."""
@@ -72,7 +72,7 @@ class Sender(Protocol):
 
 @dataclass(frozen=True)
 class Fetched:
-    """Where a node has the data now, and what was fetched for that: nothing if another of its actors did."""
+    """Where a node now has the data, and what was fetched: empty if another of its actors fetched it."""
 
     dataset_path: str
     partition_path: str
@@ -80,9 +80,9 @@ class Fetched:
 
 
 def fetch(sender: Sender, server: Origin, dataset_path: str, partition_path: str) -> Fetched:
-    """Fetches what is missing of the two folders into this node's cache, unless it is there by now.
+    """Fetches those of the two folders that are missing into this node's cache, unless they are there by now.
 
-    What is on this node has to have the server's hashes. Raises ValueError or OSError, saying what is wrong.
+    The node's folders must have the server's hashes. Raises ValueError or OSError, saying what is wrong.
     """
     cache = machine_cache()
     dataset, dataset_bytes = _at_hand(sender, server.dataset_path, dataset_path, cache, DATASET)
@@ -95,7 +95,7 @@ def fetch(sender: Sender, server: Origin, dataset_path: str, partition_path: str
 
 
 def _at_hand(sender: Sender, there: str, named: str, cache: Path, manifest: str) -> tuple[Path, int]:
-    """The artefact's folder on this node, as given or in its own cache, and the bytes that were received into it."""
+    """The artefact's folder on this node, as given or in the node's cache, and the bytes received into it."""
     offer = sender.offer(there, manifest)
     here = Path(named) if Path(named).is_dir() else cache / Path(there).name
     size_bytes = _received(sender, offer, there, here, manifest)
@@ -105,7 +105,7 @@ def _at_hand(sender: Sender, there: str, named: str, cache: Path, manifest: str)
 
 
 def _received(sender: Sender, offer: Offer, there: str, here: Path, manifest: str) -> int:
-    """The bytes that were received into the folder `here`; 0 if it exists, or once another process has made it."""
+    """Receives the folder `here` and returns its bytes; 0 if it exists, or once another process has made it."""
     if here.is_dir():
         return 0
     here.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def _check(folder: Path, offer: Offer, manifest: str) -> None:
         open_arrays(folder, described)
         verify_arrays(folder, described)
         is_same = all(hash_of_file(folder / name) == sha256 for name, sha256 in offer.sha256.items())
-    except ValueError:  # says what to do where data is prepared
+    except ValueError:  # its message is for where data is prepared
         is_same = False
     if not is_same:
         raise ValueError("what arrived does not have the recorded hashes")
@@ -143,10 +143,10 @@ def _check(folder: Path, offer: Offer, manifest: str) -> None:
 
 
 class DataReader:
-    """Reads the prepared data on the server's node: an actor, so that any number of nodes needs one process there."""
+    """Reads the prepared data on the server's node; as an actor, one process serves any number of nodes."""
 
     def offer(self, folder: str, manifest: str) -> Offer:
-        """What is in a folder here; raises like `read_manifest`."""
+        """The `Offer` of a folder on this node; raises like `read_manifest`."""
         described = read_manifest(Path(folder, manifest))
         files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
         others = [path for path in files if path.stem not in described["files"]]

@@ -1,4 +1,4 @@
-"""What a run tells Ray's metrics, once per round, for Prometheus and the dashboard of a cluster."""
+"""Reports a run to Ray's metrics once per round, for Prometheus and the dashboard of a cluster."""
 
 from ray.util.metrics import Gauge
 
@@ -18,7 +18,7 @@ GAUGES = {
 
 
 class RunMetrics:
-    """The gauges of one run; to be used in a process of Ray."""
+    """The gauges of one run; for use in a Ray process."""
 
     def __init__(self, run_id: str) -> None:
         self._gauges = {name: Gauge(name, meaning, (RUN_ID,)) for name, meaning in GAUGES.items()}

@@ -61,10 +61,10 @@ def groups_of_run(
 def plan_groups(
     config: ExecutorConfig, tiers: Sequence[Tier], rooms: Sequence[Room], runs: int = 1
 ) -> list[ActorGroup]:
-    """The actor groups of each of `runs` equal runs at once whose clients are not resident.
+    """The actor groups of each of `runs` equal concurrent runs whose clients are not resident.
 
     Every group first gets one actor, then the groups grow in turn while there is room, or up to `config.actors`.
-    Raises ValueError if there is no room for one actor of each group, or for `config.actors`; it says what there is.
+    Raises ValueError, naming the free resources, if there is no room for one actor per group or for `config.actors`.
     """
     least = least_groups(config, tiers)
     groups = filled(least, rooms, config.actors, runs)
@@ -94,10 +94,10 @@ def _amounts(room: Room) -> str:
 
 
 def least_groups(config: ExecutorConfig, tiers: Sequence[Tier]) -> list[ActorGroup]:
-    """The groups with one actor each or, in turn, `config.actors` together: what a run cannot do without.
+    """The smallest groups with which a run can start: one actor each, or `config.actors` dealt out in turn.
 
-    Tiers with the same CPUs and share of a GPU share a group; without GPU shares all tiers do, with the CPUs of the
-    largest. Raises ValueError if `config.actors` are fewer than the groups.
+    Tiers with the same CPUs and share of a GPU form one group; without GPU shares all tiers form one, with the CPUs of
+    the largest. Raises ValueError if `config.actors` are fewer than the groups.
     """
     names: dict[tuple[float, float], list[str]] = {}
     for tier in tiers:
@@ -112,10 +112,10 @@ def least_groups(config: ExecutorConfig, tiers: Sequence[Tier]) -> list[ActorGro
 
 
 def filled(groups: Sequence[ActorGroup], rooms: Sequence[Room], most: int | None, runs: int = 1) -> list[ActorGroup]:
-    """The groups with as many actors as fit into the rooms `runs` times, but at most `most` together.
+    """The groups with as many actors as fit into the rooms `runs` times, but at most `most` in total.
 
-    They grow in turn, the first actors of all groups before the second ones, and of the first ones the largest before
-    the others. An actor is put where the least of the GPUs, and then the fewest CPUs, are free.
+    Groups grow in turn: each gets its first actor (the largest group first) before any gets a second. An actor goes to
+    the room with the fewest free GPUs, and among those the fewest free CPUs, in which it fits.
     """
     insides = [_Inside(room) for room in rooms]
     counts = dict.fromkeys(range(len(groups)), 0)
@@ -138,14 +138,14 @@ def _put(group: ActorGroup, insides: Sequence["_Inside"]) -> bool:
 
 
 class _Inside:
-    """What is free in a room, with its GPUs one by one: a share is one of a single device."""
+    """The free resources of a room, with separate GPUs, because a share of a GPU is part of a single device."""
 
     def __init__(self, room: Room) -> None:
         gpus = room.get("GPU", 0.0) + ROUNDING
         self.cpus, self.gpus = room.get("CPU", 0.0), [1.0] * math.floor(gpus) + [gpus % 1.0]
 
     def holds(self, share: float) -> float:
-        """How many such shares of a GPU are free; infinitely many of 0."""
+        """How many GPU shares of this size are free; infinitely many for a share of 0."""
         if share > 1:
             return self.gpus.count(1.0) // share
         return sum(math.floor(free / share + ROUNDING) for free in self.gpus) if share else math.inf
@@ -169,11 +169,11 @@ UNITS = 10_000
 def resident_group(
     config: ExecutorConfig, tiers: Sequence[Tier], rooms: Sequence[Room], num_clients: int, runs: int = 1
 ) -> ActorGroup:
-    """A group of one actor per client and one for the server's data, so small that those of `runs` runs fit.
+    """A group of one actor per client and one for the server's data, with resources such that `runs` runs fit.
 
-    Each has the CPUs and the share of a GPU of the largest tier or, where they do not fit, as many CPUs and such a 1/k
-    of a GPU that they do; their CPUs together are at most those of `config.actors` actors. CPUs are only an entry in
-    Ray's accounting: with fewer, clients share CPUs, and the results are the same. A share of a GPU limits its memory.
+    Each actor gets the CPUs and the share of a GPU of the largest tier or, where these do not fit, the most CPUs and
+    the largest 1/k of a GPU that do; together they get at most the CPUs of `config.actors` actors. CPUs are only an
+    entry in Ray's accounting: with fewer, clients share CPUs, and the results are the same. A GPU share limits memory.
     Raises ValueError if an actor's share would be below the smallest amount that Ray counts.
     """
     actors, insides = num_clients + 1, [_Inside(room) for room in rooms]
@@ -193,7 +193,7 @@ def resident_group(
             f"{_amounts(there)}: set executor.resident=false"
         )
     most = num_cpus if config.actors is None else min(num_cpus, config.actors * num_cpus / actors)
-    if not fit(most, gpus):  # from 1, which fits, to the most that does
+    if not fit(most, gpus):  # bisects from 1 unit, which fits, to the most units that fit
         units = bisect.bisect_left(
             range(1, math.ceil(most * UNITS)), True, key=lambda unit: not fit(unit / UNITS, gpus)
         )
@@ -206,7 +206,7 @@ def resident_group(
 def bundles_of(groups: Sequence[ActorGroup]) -> list[dict[str, float]]:
     """One bundle of resources per client actor, for the placement group of a run with these groups of `groups_of_run`.
 
-    The same call on the bundles returns the same groups.
+    Called on the bundles as rooms, `groups_of_run` returns the same groups.
     """
     needs = [{"CPU": group.num_cpus, **({"GPU": group.num_gpus} if group.num_gpus else {})} for group in groups]
     return [dict(need) for need, group in zip(needs, groups, strict=True) for _ in range(group.actors)]
@@ -221,7 +221,7 @@ def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def free_rooms() -> Rooms:
-    """What is free for client actors that this process starts, by node.
+    """The free resources, by node, for client actors that this process starts.
 
     In a placement group (in the actor of a trial) these are the group's bundles, less what is assigned to this process,
     because its actors are placed in the group.
@@ -265,7 +265,7 @@ READ_ONLY = re.compile("node_[0-9a-f]+")
 def can_grow() -> bool:
     """Whether the cluster has an autoscaler, which starts nodes when actors wait for them."""
     is_client = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call] # the server will see it
-    if not is_client and is_autoscaler_v2():  # it does not tell what it can start
+    if not is_client and is_autoscaler_v2():  # version 2 does not tell what it can start
         return True
     status = internal_kv._internal_kv_get("__autoscaling_status")
     report = json.loads(status).get("autoscaler_report") if status else None  # there is none for the first seconds
@@ -274,9 +274,9 @@ def can_grow() -> bool:
 
 
 def groups_in_line(world: World, tell: Callable[[str], None]) -> list[ActorGroup]:
-    """The actor groups of a run, as soon as they fit besides what else is on the cluster, for up to `ray.wait_s`.
+    """Waits up to `ray.wait_s` until a run's actor groups fit beside the cluster's other work, and returns them.
 
-    On a cluster that can grow they need not fit: what waits there makes it grow.
+    On a cluster that can grow they need not fit, because waiting actors make it grow.
     Raises ValueError under the conditions of `wait_for_room` and `groups_of_run`.
     """
     config = world.config.executor
@@ -300,10 +300,10 @@ def wait_for_room(
     wait_s: float,
     tell: Callable[[str], None],
 ) -> T:
-    """What `plan` makes of the free rooms, as soon as they suffice, with word to `tell` if that is not at once.
+    """Returns `plan` of the free rooms as soon as they suffice; calls `tell` with a message if it has to wait.
 
-    Raises the ValueError of `plan` at once if not even the whole cluster suffices, and after `wait_s` one that says
-    what helps then.
+    Raises the ValueError of `plan` at once if not even the whole cluster suffices, and one that says what helps after
+    `wait_s`.
     """
 
     def said(rooms: Rooms) -> str:
@@ -330,6 +330,6 @@ def wait_for_room(
 
 
 def said_free(free: Room, whole: Room) -> str:
-    """What is free of what there is, for a message."""
+    """The free and the total resources, such as `2 of 8 CPUs`, for a message."""
     names = [name for name in ("CPU", "GPU") if whole.get(name, 0.0) > 0]
     return " and ".join(f"{free.get(name, 0.0):g} of {whole[name]:g} {name}s" for name in names)

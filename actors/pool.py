@@ -1,4 +1,4 @@
-"""The Ray executor: a pool of client actors, each of which has a chunk at work, and the next one while many wait."""
+"""The Ray executor: a pool of client actors, each with one chunk at work, and a second one queued while many wait."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ POLL_S = 0.5
 """Seconds between two checks of a waiting pool for clients that hang."""
 
 LOOK_S = 1.0
-"""Seconds between two requests to an actor for its position in its chunk: the time limit holds for each client."""
+"""Seconds between two requests to an actor for its position in its chunk, as the time limit is one per client."""
 
 ANSWER_S = 2.0
 """Seconds within which the actor answers such a request, from a separate thread."""
@@ -47,28 +47,28 @@ Long enough for an actor to import torch and to wait for free CPUs or for a node
 """
 
 SLOW_START_S = 10.0
-"""Seconds after which a run tells which actors wait for a node, and starts without them."""
+"""Seconds after which a run logs which actors wait for a node, and starts without them."""
 
 NODES_S = 1.0
 """Seconds between two looks for nodes that have joined."""
 
 STACK_TIME_FACTOR = 2
-"""A stack of clients may take so many times as long as one client: it is one training, with vectorised steps."""
+"""A stack of clients may take this many times as long as one client: it is a single training with vectorised steps."""
 
 STACK_TIMED_OUT = "its stack exceeded the time limit"
 
 RESIDENT = "resident"
 
 MOST_NODES = 8
-"""Nodes that a message tells the free resources of."""
+"""Largest number of nodes whose free resources a message lists."""
 
 LAST_JOBS = 4
-"""Jobs per actor at the end of a round of which the largest start first."""
+"""Jobs per actor at the end of a round that start in order of size, the largest first."""
 
 
 @dataclass
 class Job:
-    """A chunk that an actor has to run: its index in the plan, its attempts, and what came of earlier ones."""
+    """A chunk that an actor has to run: its index in the plan, its attempts, and their outcomes so far."""
 
     index: int
     chunk: Chunk
@@ -78,7 +78,7 @@ class Job:
     nodes: set[str] = field(default_factory=set)
     """Ids of the nodes on which actors ended during this job."""
     alone: bool = False
-    """Whether its next attempt has no other job behind it: an actor died that had one, perhaps of that other job."""
+    """Whether no job may be queued behind its next attempt: an actor with one died, perhaps because of that one."""
     fallback: str | None = None
     """Why its clients are trained one by one although a stack was planned."""
 
@@ -97,7 +97,7 @@ class Job:
         return client_timeout_s * (STACK_TIME_FACTOR if self.stack > 1 else 1)
 
     def finished(self, result: ChunkResult) -> ChunkResult:
-        """The result with those of timed-out clients inserted, in plan order, and the `fallback` of those trained."""
+        """The result in plan order, with timed-out clients inserted and `fallback` set for the clients that trained."""
         rest = iter(result.client_results)
         indices = range(len(self.chunk.assignments))
         results = [self.timed_out[i] if i in self.timed_out else next(rest) for i in indices]
@@ -112,7 +112,7 @@ class Job:
 
 
 def lost_client(assignment: Assignment, status: str, error: str, node: str) -> ClientResult:
-    """The result of a client whose actor gave none."""
+    """The result of a client whose actor returned none."""
     return nothing_done(
         status,
         error,
@@ -132,7 +132,7 @@ class Block:
     node_id: str = ""
     """The node that its chunks go to as long as it has idle actors."""
     parts: dict[int, tuple[Job, ChunkResult, Any]] = field(default_factory=dict)
-    """By index in the plan: a job, its result without sums, and the reference of these, None if it has none."""
+    """By index in the plan: a job, its result without sums, and the reference of its sums (None: no sums)."""
 
 
 @dataclass
@@ -142,15 +142,15 @@ class Attempt:
     job: Job
     member: Member
     number: int
-    """How many jobs the actor has been sent, with this one."""
+    """The number of jobs sent to the actor so far, including this one."""
     since_s: float
-    """Start of that client on the monotonic clock, as last reported; infinite while the actor has another job."""
+    """Start of that client on the monotonic clock, as last reported; infinite while the actor runs another job."""
     looked_s: float
     """Time of the last request for the position, on the monotonic clock."""
     position: int = 0
     """Index in `job.left` of that client, as last reported by the actor."""
     followed: bool = False
-    """Whether the actor has another job, which it begins before this one's result has arrived."""
+    """Whether another job is queued on the actor, which begins it before this one's result has arrived."""
     sums: Any = None
     """The reference of the job's sums, if they are added to others before they are sent."""
     named_after_s: float = 0.0
@@ -166,9 +166,9 @@ class Attempt:
 class Work:
     """One call of `ActorPool.run`: the shared weights by version, and the jobs that wait, run and have finished.
 
-    `waiting` holds the jobs of every group in the order in which they start, `running` is by the reference of the
-    result, `finished` has the results that have not been yielded, by index in the plan. `blocks` is empty if every
-    chunk's sums are sent alone; `adding` has blocks and who adds their sums, by the reference of the sum.
+    `waiting` holds each group's jobs in the order in which they start, `running` the attempts by the reference of their
+    result, `finished` the results that have not been yielded, by index in the plan. `blocks` is empty if each chunk's
+    sums are sent separately; `adding` holds blocks and the actors that add their sums, by the reference of the sum.
     """
 
     weights: dict[str, Any]
@@ -181,7 +181,7 @@ class Work:
 
 
 def said_nodes() -> str:
-    """What is free on each node, for a message."""
+    """The free resources of each node, for a message."""
     nodes, free, whole = ray.nodes(), free_rooms(), whole_rooms()  # type: ignore[no-untyped-call]
     hosts = {node["NodeID"]: place(node["NodeManagerHostname"], node["NodeID"]) for node in nodes}
     said = [f"{said_free(free[node], whole[node])} on {hosts.get(node, node)}" for node in whole if node in free]
@@ -189,9 +189,9 @@ def said_nodes() -> str:
 
 
 def in_balance(jobs: Sequence[Job], actors: int) -> deque[Job]:
-    """Jobs in plan order, but of the last ones the largest first, so that no actor ends a round long after the others.
+    """Jobs in plan order, except that the last ones start largest first, so that all actors end at about the same time.
 
-    Only the last ones, because results wait in memory until those that come before them in the plan are there.
+    Only the last ones are reordered, because results wait in memory until all earlier ones in the plan are there.
     """
     start = max(0, len(jobs) - LAST_JOBS * actors)
     return deque([*jobs[:start], *sorted(jobs[start:], key=lambda job: -job.chunk.samples)])
@@ -204,7 +204,7 @@ class ActorPool(Executor):
         spec: the specification from which each actor builds its worker.
         groups: the actors to start.
         resident: every client has its own actor, started at first use with the resources of the first group.
-        most: the number of actors up to which nodes that join are used; None for no limit.
+        most: the largest number of actors, up to which nodes that join are used; None for no limit.
         actor_attempts: attempts at a chunk whose actors die, before its clients are reported as failed.
         client_timeout_s: wall-clock seconds after which a client is reported as timed out and its actor is replaced. A
             stack of clients has `STACK_TIME_FACTOR` times as long, and is then trained one client after the other.
@@ -244,10 +244,10 @@ class ActorPool(Executor):
                 raise
 
     def _start_actors(self) -> None:
-        """Returns when all actors have answered, or those that have got a process, at least one of each group.
+        """Starts the actors; returns when all have answered, or all with a process, at least one of each group.
 
-        The others are told after `SLOW_START_S`, and join when they come. Raises RunFailedError if a start fails or if
-        a group has no actor after the time-out.
+        Actors without a process are logged after `SLOW_START_S`, and join when they come up. Raises RunFailedError if a
+        start fails or if a group has no actor after the time-out.
         """
         for group in sorted(self.groups.values(), key=lambda group: (-group.num_gpus, -group.num_cpus)):
             for _ in range(group.actors):
@@ -309,7 +309,7 @@ class ActorPool(Executor):
         return max(1, len(self.actors.members))
 
     def clients_waiting(self) -> int:
-        """Clients of the call in progress that no actor has begun; another thread may ask."""
+        """The number of clients of the current call that no actor has begun; may be called from another thread."""
         return sum(len(job.left) for jobs in self._waiting.values() for job in list(jobs))
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class ActorPool(Executor):
     # -- starting jobs and actors -------------------------------------------------------------------------------------
 
     def _share(self, weights: SharedWeights) -> dict[str, Any]:
-        """The weights' references in the object store by version, kept while they are read, as throughout a search."""
+        """The weights' references in the object store by version, reused while calls read them, as in a search."""
         tensors = {**weights.older, weights.version: weights.tensors}
         self._shared = {v: self._shared[v] if v in self._shared else ray.put(to_arrays(t)) for v, t in tensors.items()}
         return self._shared
@@ -339,7 +339,7 @@ class ActorPool(Executor):
         return next(reversed(self.groups))
 
     def _use_new_nodes(self) -> None:
-        """Starts actors on nodes that have joined, as soon as their room has been seen free twice."""
+        """Starts actors on nodes that have joined, once two looks in a row have found the same resources free there."""
         if self.resident or self.actors.starting() or time.monotonic() - self._looked_s < NODES_S:
             return
         self._looked_s = time.monotonic()
@@ -360,8 +360,8 @@ class ActorPool(Executor):
         for group, jobs in work.waiting.items():
             while jobs and (member := self.actors.take(group)):
                 self._send(work, jobs, member)
-            # A second job for those at work, so that none waits for the next call. The last jobs go to who is idle
-            # first.
+            # Actors at work get a second job, so that none waits for its next call. The last jobs go to the first idle
+            # actor.
             at_work = [member for member in self.actors.members if member.jobs and member.group.name == group]
             for member in at_work if len(jobs) > len(at_work) else ():
                 if len(member.jobs) == 1 and not work.running[member.jobs[0]].job.alone:
@@ -397,7 +397,7 @@ class ActorPool(Executor):
 
     @staticmethod
     def _withdraw(work: Work, member: Member) -> None:
-        """Takes back the jobs that an actor which is replaced has not begun."""
+        """Takes back the jobs that an actor to be replaced has not begun."""
         for reference in member.jobs:
             if (attempt := work.running.pop(reference, None)) is not None:
                 attempt.job.attempts -= 1
@@ -405,7 +405,7 @@ class ActorPool(Executor):
         member.jobs.clear()
 
     def _next_job(self, work: Work, jobs: deque[Job], node_id: str) -> Job:
-        """The first job of a block that is on this node or on none yet, or else the first job."""
+        """The first job whose block is assigned to this node or to none yet, or else the first job."""
         for position, job in enumerate(jobs if work.blocks else ()):
             block = work.blocks[job.index // self.sum_chunks]
             if block.node_id in ("", node_id):
@@ -461,7 +461,7 @@ class ActorPool(Executor):
                 self._name_if_slow(attempt)
 
     def _finish(self, work: Work, job: Job, result: ChunkResult, sums: Any = None) -> None:
-        """Takes the result of a job, whose block's sums are added as soon as the last of its jobs has one."""
+        """Stores a job's result; adds the sums of the job's block once all of the block's jobs have results."""
         if not work.blocks:
             work.finished[job.index] = result
             return
@@ -471,7 +471,7 @@ class ActorPool(Executor):
             self._add(work, block)
 
     def _add(self, work: Work, block: Block, but: Member | None = None) -> None:
-        """Has an actor of its node, other than `but`, add a block's sums, of which there may be none."""
+        """Has an actor other than `but`, on the block's node if possible, add the block's sums, if there are any."""
         references = [sums for i in block.indices if (sums := block.parts[i][2]) is not None]
         member = self.actors.up_on(block.node_id, but)
         if references and member is not None:
@@ -482,10 +482,10 @@ class ActorPool(Executor):
             work.finished.update((i, block.parts[i][1]) for i in block.indices)
 
     def _take_sum(self, work: Work, block: Block, member: Member, reference: Any) -> None:
-        """Takes a block's sum, or repeats those of its jobs that have sums if these or their sum are lost."""
+        """Takes a block's sum; if it is lost, has its jobs' sums added again, or repeats the jobs if these are lost."""
         try:
             sums = unpack(ray.get(reference)).sums
-        except RayActorError:  # the sums live on without who was to add them, unless their node is lost as well
+        except RayActorError:  # the jobs' sums outlive the actor that was to add them, unless their node is lost, too
             self.actors.replace_if_idle(member)
             self._add(work, block, but=member)
             return
@@ -516,7 +516,7 @@ class ActorPool(Executor):
     def _recover(self, work: Work, attempt: Attempt, reference: Any, error: RayError) -> None:
         """Repeats a job whose actor has ended, unless that was its last attempt."""
         job, member, cause = attempt.job, attempt.member, cause_of(error)
-        if attempt.since_s == math.inf:  # the actor ended at work on another job, which has the same error
+        if attempt.since_s == math.inf:  # the actor ended while it ran another job, which has the same error
             member.jobs.remove(reference)
             job.attempts -= 1
             work.waiting[member.group.name].appendleft(job)
@@ -579,7 +579,7 @@ class ActorPool(Executor):
             attempt.position, attempt.since_s = at.client, now_s - at.for_s
 
     def _name_if_slow(self, attempt: Attempt) -> None:
-        """Names a client in the log that has been at work for long, and again whenever that time has doubled."""
+        """Logs a client that has been at work for long, and again whenever that time has doubled."""
         job, about = attempt.job, attempt.member.answered
         limit_s, at_work_s = job.time_limit_s(self.client_timeout_s), time.monotonic() - attempt.since_s
         if at_work_s < max(min(SLOW_S, limit_s / 2), 2 * attempt.named_after_s):
@@ -590,12 +590,12 @@ class ActorPool(Executor):
         logger.warning("%s, on node %s (pid %d)%s; the limit is %g s", said, about.place, about.pid, stack, limit_s)
 
     def _give_up_client(self, work: Work, attempt: Attempt) -> None:
-        """Replaces the actor of a client that hangs; what else is left of its chunk is repeated."""
+        """Replaces the actor of a client that hangs; the other unfinished clients of its chunk are repeated."""
         job, member = attempt.job, attempt.member
         job.attempts -= 1
         self._withdraw(work, member)
         self.actors.replace(member)
-        if job.stack > 1:  # one by one, who hangs is told apart
+        if job.stack > 1:  # training one by one shows which client hangs
             limit_s = job.time_limit_s(self.client_timeout_s)
             logger.warning("a stack gave no answer within %g s; its clients are trained one by one", limit_s)
             job.chunk, job.fallback = replace(job.chunk, stack=1), STACK_TIMED_OUT

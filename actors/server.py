@@ -56,7 +56,7 @@ def make_pool(world: World, tell: Callable[[str], None] = CONSOLE.info, run_id: 
 def metered(
     run_id: str, watch: Callable[[RoundProgress], None], tell: Callable[[str], None] = CONSOLE.info
 ) -> tuple[MakeExecutor, Callable[[RoundProgress], None]]:
-    """`make_pool`, and the watcher of rounds, of a run that tells Ray's metrics how it stands."""
+    """`make_pool` and `watch`, wrapped so that every round is reported to Ray's metrics."""
     pools, metrics = list[ActorPool](), RunMetrics(run_id)
 
     def make(world: World) -> ActorPool:
@@ -71,7 +71,7 @@ def metered(
 
 
 class Told(NamedTuple):
-    """What a run has told: its id, once it has begun, whose supernet it uses, its stages, what it waits for, and the
+    """A run's report: its id once it has begun, the run whose supernet it uses, its stages, what it waits for, and the
     latest rounds and warnings.
     """
 
@@ -84,21 +84,21 @@ class Told(NamedTuple):
 
 
 NAMESPACE = "fedloom"
-"""Ray's namespace of the servers that go on without their driver; each has the name of its run's id there."""
+"""Ray's namespace for detached servers, which outlive their driver; each is named by its run's id there."""
 UNWATCHED_S = 20.0
-"""Seconds after the last question about a run that has ended in which its detached server ends itself."""
+"""Seconds after the last question about an ended run, after which its detached server ends itself."""
 
 
 class ServerActor:
     """Executes one run. `run` blocks until the run ends; the other methods answer meanwhile.
 
-    A detached server begins by itself, and its calls are its own: Ray would drop those of a driver that dies.
+    A detached server calls its own methods at its start: Ray would drop the calls of a driver that dies.
     """
 
     def __init__(self, run_id: str, config: RunConfig, resume: Resume | None, folder: str) -> None:
-        """`run_id` is that of the run to resume, or an unused one; relative paths are those of `folder`, if it is here.
+        """`run_id` is that of the run to resume, or an unused one; relative paths start at `folder`, if it exists here.
 
-        Otherwise they would be those of the folder where Ray was started.
+        Otherwise they start at the folder where Ray was started.
         """
         with suppress(OSError):
             os.chdir(folder)
@@ -126,7 +126,7 @@ class ServerActor:
         def started(_run_id: str, supernet_of: str) -> None:
             self._supernet_of, self._has_begun = supernet_of, True
 
-        def waits(message: str) -> None:  # another run was faster since the driver looked for free resources
+        def waits(message: str) -> None:  # another run took resources that the driver had found free
             CONSOLE.info(message)
             self._waiting = message
 
@@ -137,7 +137,7 @@ class ServerActor:
             return run_to_end(config, make, watcher, self._resume, RunIdentity(self._run_id))
 
     def leave(self) -> None:
-        """Ends this process after its run, as soon as nobody asks any more."""
+        """Ends this process after its run, once questions about it have stopped for `UNWATCHED_S`."""
         self._asked_s = time.monotonic()
         while time.monotonic() < self._asked_s + UNWATCHED_S:
             time.sleep(1.0)
@@ -145,12 +145,12 @@ class ServerActor:
 
     @ray.method(concurrency_group=WATCH)
     def ending(self) -> list[Any]:
-        """Of a detached server the reference of what `run` returns, in a list, since Ray would wait for it itself."""
+        """A detached server's reference to the result of `run`; in a list, since Ray would wait for a bare one."""
         return self._calls[:1]
 
     @ray.method(concurrency_group=WATCH)
     def progress(self, after: int, warned: int = 0) -> Told:
-        """What the run has told, without the first `after` finished rounds and the first `warned` warnings."""
+        """The run's report, without the first `after` finished rounds and the first `warned` warnings."""
         self._asked_s = time.monotonic()
         run_id = self._run_id if self._has_begun else ""
         rounds, warnings = self._rounds[after:], self._warnings[warned:]

@@ -1,9 +1,9 @@
 """A process that ends what a dead driver started: Ray's processes do not outlive the run that they belong to.
 
 The driver of a run with its own Ray starts a watcher, and closes the pipe to it when Ray has ended. If the driver dies
-in any way, the pipe closes, too. The watcher follows Ray's processes by number and time of start, gives them a few
+in any way, the pipe closes, too. The watcher follows Ray's processes by process id and start time, gives them a few
 seconds to end by themselves, and ends the rest. It keeps a record of them, from which `fedloom status --clean` ends
-what is left if the watcher was killed as well.
+those that remain if the watcher was killed as well.
 """
 
 import json
@@ -26,7 +26,7 @@ GRACE_S = 8.0
 
 
 class Record(NamedTuple):
-    """What a driver of this machine has started."""
+    """The processes that a driver on this machine has started."""
 
     path: Path
     driver: Process
@@ -78,7 +78,7 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
 def unwatch() -> None:
-    """Tells the watcher that Ray has ended; what it left is ended by the watcher, which nobody waits for."""
+    """Tells the watcher that Ray has ended, so that it ends the processes left over; does not wait for it."""
     while _WATCHERS:
         process = _WATCHERS.pop()
         assert process.stdin is not None
@@ -111,14 +111,14 @@ def watch(folder: Path, driver: Process, before: Collection[Process], pipe: int 
 
 
 def _write(path: Path, driver: Process, processes: Collection[Process]) -> None:
-    with suppress(OSError):  # without a record it still ends them
+    with suppress(OSError):  # without a record the watcher still ends them
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"place": this_place(), "driver": driver, "processes": sorted(processes)}
         write_atomically(path, json.dumps(content).encode(), durable=False)
 
 
 def left_over(folder: Path) -> list[Record]:
-    """The records of this machine whose drivers have ended while processes of theirs live; removes outdated records."""
+    """This machine's records of drivers that have ended while their processes live; removes outdated records."""
     left = []
     for path in sorted(folder.glob("[0-9]*.json")):
         record = _read(path)
@@ -132,7 +132,7 @@ def left_over(folder: Path) -> list[Record]:
 
 
 def _read(path: Path) -> Record | None:
-    """The record of a file; None for one of another machine, or from before this one was started."""
+    """The record in a file; None if it is damaged, from another machine, or from before this one was started."""
     try:
         content = json.loads(path.read_bytes())
         if content["place"] != this_place():
@@ -144,7 +144,7 @@ def _read(path: Path) -> Record | None:
 
 
 def clean(records: Collection[Record]) -> list[Process]:
-    """Ends the processes of these records, which are those of dead drivers; returns which."""
+    """Ends the processes of these records of dead drivers; returns the processes that it has ended."""
     ended = []
     for record in records:
         ended += end_all(descendants(record.processes), grace_s=0.0)

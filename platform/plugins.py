@@ -31,9 +31,9 @@ class PluginError(ValueError):
 
 
 class Shipped(Mapping[str, Any]):
-    """Built-in objects by name: themselves, or import paths, whose modules are imported on demand.
+    """Built-in objects by name, given themselves or as import paths, whose modules are imported on demand.
 
-    An import path is that of an object, or of a mapping that contains it by name.
+    An import path leads to the object, or to a mapping that contains it by name.
     """
 
     def __init__(self, paths: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Registry(Generic[T]):
         except ValueError:  # a builtin without a signature
             return
         arguments = () if self.made and inspect.isclass(code) else self.arguments
-        # Options that must be given are asked for by their keys, once it is known which are.
+        # A required option without a value is reported later, by its configuration key.
         options = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
         try:
             signature.bind(*arguments, **dict.fromkeys(options))
@@ -191,7 +191,7 @@ class Blamed:
 def blaming(kind: str, name: str, spare: type[Exception] = PluginError) -> Iterator[None]:
     """Turns exceptions of a user's code in the block into a PluginError that names it, except for `spare`.
 
-    Errors of built-in code are raised as they are: they are mistakes of fedloom's.
+    Errors of built-in code are raised as they are: they are bugs of fedloom.
     """
     if not is_import_path(name):
         yield
@@ -205,20 +205,20 @@ def blaming(kind: str, name: str, spare: type[Exception] = PluginError) -> Itera
 
 
 NOT_CAUGHT = (KeyboardInterrupt, GeneratorExit)
-"""The exceptions that are no failures: somebody ends the run, or a generator is closed."""
+"""Exceptions that are not failures: somebody interrupts the run, or a generator is closed."""
 
 
 def ends_process(error: BaseException) -> bool:
-    """Whether an exception is no failure of what was tried: see `NOT_CAUGHT`; or Ray, not the user, calls sys.exit."""
+    """Whether an exception is not a failure of what was tried: one of `NOT_CAUGHT`, or sys.exit that Ray calls."""
     return isinstance(error, NOT_CAUGHT) or not (isinstance(error, Exception) or place_in_own(error))
 
 
 @contextmanager
 def blaming_own(*spare: type[Exception]) -> Iterator[None]:
-    """Turns what the user's own code raises in the block, wherever fedloom calls it, into a PluginError.
+    """Turns exceptions that the user's own code raises in the block, wherever fedloom calls it, into a PluginError.
 
-    This also holds for `sys.exit`, and for errors that would otherwise look like those of a disk or a network. Other
-    errors, ValueError and `spare` are raised as they are.
+    This includes `sys.exit`, and errors that would otherwise look like those of a disk or a network. Exceptions of
+    other code, ValueError and `spare` are raised as they are.
     """
     passed_on: tuple[type[BaseException], ...] = (ValueError, *spare, *NOT_CAUGHT)
     try:
@@ -243,7 +243,7 @@ def is_import_path(name: str) -> bool:
 
 
 def called(name: str) -> str:
-    """A name for readers: own code goes by its module where it is a method (`fedper:METHOD`), else by its own name."""
+    """A readable name: a user's method goes by its module (`fedper` for `fedper:METHOD`), other own code by its own."""
     if not re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", name):
         return name
     module, attribute = name.split(":")
@@ -319,7 +319,7 @@ def keyword_options(function: Any) -> dict[str, inspect.Parameter]:
 # -- whose code it is --------------------------------------------------------------------------------------------------
 
 OF_PACKAGES = frozenset({"site-packages", "dist-packages"})
-"""What the folders of installed packages are called, in any environment."""
+"""The names of the folders of installed packages, in any environment."""
 _FEDLOOM = tuple(Path(__file__).resolve().parents[1] / part for part in ("platform", "actors", "experiments", "tiers"))
 
 
@@ -335,7 +335,7 @@ def is_fedlooms(file: Path) -> bool:
 
 def is_installed(file: Path) -> bool:
     """Whether a source belongs to Python or to an installed package."""
-    # Environments are laid over each other (a .pth file, PYTHONPATH): packages of another one are not the user's own.
+    # Environments may be layered (a .pth file, PYTHONPATH): packages of another one are not the user's own code.
     return not OF_PACKAGES.isdisjoint(file.parts) or any(file.is_relative_to(f) for f in _installed_folders())
 
 
@@ -355,7 +355,7 @@ def place_of(code: Any) -> str:
 
 
 def raised_by_own(error: BaseException) -> bool:
-    """Whether the user's own code, or a package that it calls, raised an error, rather than fedloom called by it."""
+    """Whether an error was raised by the user's own code or a package that it calls, not by fedloom called from it."""
     places = _places(error)
     return bool(places) and places[-1][0]
 

@@ -1,7 +1,7 @@
-"""Settings: what the fields of configurations and the options of components may be, and the checks of their values.
+"""Settings: the values that fields of configurations and options of components may have, and their checks.
 
-Their types say it, and pydantic checks it. Numbers have the bounds of annotated_types, words are a Literal, other texts
-have a `Text`, and a plain text among the marks is the setting's help:
+Type annotations declare them, and pydantic checks them. Numbers have bounds from annotated_types, words are a Literal,
+other texts are marked with a `Text`, and a plain string among the marks is the setting's help:
 
     lr: Annotated[float, POSITIVE, "the clients' learning rate"] = 0.1
     betas: Annotated[list[Annotated[float, PART]] | None, "one per tier; null: none"] = None
@@ -32,9 +32,9 @@ T = TypeVar("T")
 LARGEST_WHOLE = 2**63 - 1
 """The largest whole number of any setting: tables and torch hold integers of 64 bits."""
 LARGEST_FLOAT = 3e38
-"""The largest other number, whatever its sign: networks compute with floats of 32 bits."""
+"""The largest absolute value of other numbers: networks compute with 32-bit floats."""
 NAME_BYTES, PATH_BYTES = 255, 3000
-"""What file systems allow a name, and what is left of the 4096 bytes of a path for the files below a folder."""
+"""The most bytes of a name, and of a folder's path: the rest of a path's 4096 bytes is for the files in the folder."""
 
 POSITIVE = Interval(gt=0)
 ZERO_OR_MORE = Interval(ge=0)
@@ -57,7 +57,7 @@ class Infinite:
 
 @dataclass(frozen=True)
 class Text:
-    """Marks a text that must be what `meaning` says, which is what `holds` is true of."""
+    """Marks a text for which `holds` must be true; `meaning` says in words what the text must be."""
 
     meaning: str
     holds: Callable[[str], bool]
@@ -126,23 +126,23 @@ class Setting:
 
     @property
     def marks(self) -> list[Any]:
-        """What its type is annotated with, at any depth."""
+        """The metadata of its annotation, at any depth."""
         return [*_marks(self.type)]
 
     @property
     def help(self) -> str:
-        """What it means."""
+        """Its help text."""
         text = next((mark for mark in self.marks if isinstance(mark, str)), "")
         return f"{self.owner}: {text}" if self.owner else text
 
     @property
     def component(self) -> str | None:
-        """The kind of component that it names; None if it is no such name."""
+        """The kind of component that it names; None if it does not name one."""
         return next((mark.kind for mark in self.marks if isinstance(mark, ComponentName)), None)
 
     @property
     def choices(self) -> list[str]:
-        """The words among which it chooses; none if it is no choice."""
+        """The words of its Literal; empty if it has none."""
         alternatives = get_args(_bare(self.type)) if _is_union(_bare(self.type)) else (self.type,)
         literals = [a for a in map(_bare, alternatives) if get_origin(a) is Literal]
         return [str(word) for literal in literals for word in get_args(literal)]
@@ -245,15 +245,15 @@ def written(value: Any) -> str:
 
 
 OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "value_error")
-"""Pydantic's errors of a value that has the right type."""
+"""Pydantic's error types for values of the right type."""
 CHOOSERS = ("name", "kind", "dataset", "rule", "heuristic")
-"""The keys of a group that choose what the group is about."""
+"""The keys that choose what a group of keys configures."""
 
 
 def validated(kind: type[T], values: Any, prefix: str = "") -> T:
-    """The configuration of this class with these values, by the names of its fields; others have their defaults.
+    """A configuration of this class with the given values by field name; other fields have their defaults.
 
-    `prefix` is what its keys begin with. Raises ValueError with one line for the first value that is not allowed, and
+    `prefix` precedes its keys in messages. Raises ValueError with one line for the first value that is not allowed, and
     UnknownKeyError for a key that it does not have.
     """
     from pydantic import ValidationError
@@ -283,10 +283,10 @@ def _adapter(kind: type) -> "TypeAdapter[Any]":
         extra="forbid",
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # name=2024
-        arbitrary_types_allowed=True,  # of the options of a user's own components
+        arbitrary_types_allowed=True,  # in the options of a user's own components
         regex_engine="python-re",
     )
-    # A dataclass of the standard library takes the configuration of what it is in, and none of its own.
+    # A standard dataclass takes the pydantic configuration of the type around it, and cannot have its own.
     return TypeAdapter(tuple[kind], config=config)  # type: ignore[valid-type]
 
 
@@ -311,7 +311,7 @@ def _refusal(kind: type, error: "ErrorDetails", prefix: str) -> ValueError:
 
 
 def _not_allowed(setting: Setting, value: Any, *, is_of_type: bool, item: str = "") -> ValueError:
-    """What was given, and what it must be: within the bounds, or else of which type; `item` is its place in a list."""
+    """The error of a value: what was given, and which bounds or type it must have; `item` is its index in a list."""
     text = written(value) if value is None or isinstance(value, bool) else str(value)
     kind, needed = setting.kind, setting.allowed
     if item and (inner := re.search(r"list\[(.*)\]", kind)):
@@ -345,7 +345,7 @@ def _setting(kind: Any, path: Sequence[int | str], prefix: str) -> Setting:
 
 
 def _check_numbers(kind: type, raw: Any, made: Any, prefix: str, path: tuple[int | str, ...]) -> None:
-    """Raises ValueError for what pydantic lets pass: true as a number, and numbers that nothing can hold."""
+    """Raises ValueError for what pydantic lets pass: true as a number, NaN, and numbers that are too large."""
     if isinstance(raw, Mapping):
         for name, value in raw.items():
             inner = made[name] if isinstance(made, Mapping) else getattr(made, str(name))
@@ -378,7 +378,7 @@ def options_class(function: Any) -> type:
 
 
 def options_of(registry: Registry[Any], name: str, key: str) -> list[Setting]:
-    """The options of a component as settings; `key` begins their keys, ? is the default of one that must be given."""
+    """The options of a component as settings, with keys below `key`; the default of a required option is ?."""
     types, owner = _hints(options_class(registry.find(name))), f"{registry.kind} {name}"
     defaults = {p.name: "?" if p.default is p.empty else p.default for p in registry.options_of(name).values()}
     return [Setting(f"{key}.{option}", types[option], default, owner) for option, default in defaults.items()]
@@ -387,7 +387,7 @@ def options_of(registry: Registry[Any], name: str, key: str) -> list[Setting]:
 def component_specs(
     chosen: Sequence[tuple[Registry[Any], str]], options: Mapping[str, Any], key: str
 ) -> list[ComponentSpec]:
-    """Each chosen component with those of the options that are its own; `key` is the options' configuration key.
+    """Each chosen component with the given options that belong to it; `key` is the options' configuration key.
 
     Raises ValueError for an unknown component, an option that none of them has, a missing option, and a value that an
     option's annotation does not allow.

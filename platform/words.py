@@ -1,4 +1,4 @@
-"""What is said in one line: values cut to a readable length, and errors of the file system in words."""
+"""Texts of one line: values cut to a readable length, and errors of the file system in words."""
 
 import errno
 import logging
@@ -11,12 +11,12 @@ from typing import Any
 MOST = 60
 MOST_SAID = 300
 _MOST_BITS = 200
-"""Whole numbers of more bits are not written in decimal digits, which takes long and which Python refuses at last."""
+"""Whole numbers of more bits are not written in decimal: that takes long, and beyond some length Python refuses it."""
 
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """The errors of a path that cannot exist: the fault of whoever gave it, not of the machine."""
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
-"""The errors of writing, which do not say to which file; others name theirs, or are of no file."""
+"""Errors of writing that do not name the file; other errors name theirs, or concern no file."""
 
 
 _PICTURES = {
@@ -24,19 +24,19 @@ _PICTURES = {
     0x7F: "\u2421",
     **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd"),
 }
-"""Signs for the characters that steer a terminal: those of ASCII and of Latin-1, and those that turn text around."""
+"""Visible signs for characters that control a terminal: those of ASCII and Latin-1, and those of text direction."""
 
 
 def printable(text: str) -> str:
-    """Text whose characters that steer a terminal are replaced, since it may be a stranger's; tabs and lines stay."""
+    """The text with characters that control a terminal replaced, as it may be a stranger's; tabs and newlines stay."""
     return text if text.isprintable() else text.translate(_PICTURES)
 
 
 class PrintableFormatter(logging.Formatter):
-    """The lines of a log, printable."""
+    """Formats the records of a log as printable text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line, and those of its error."""
+        """The record's line and its traceback, printable."""
         return printable(super().format(record))
 
 
@@ -50,7 +50,7 @@ def shown(value: Any, how: Callable[[Any], str] = str, most: int = MOST) -> str:
 
 
 def said(error: BaseException, most: int = MOST_SAID) -> str:
-    """An error's message in one line, also of an error that fails to say it."""
+    """An error's message in one line; empty if the error fails to give one."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - an exception of a plug-in may fail in any way
@@ -74,13 +74,13 @@ def why(error: Exception, path: Path | str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory could not be allocated; torch says that with a RuntimeError."""
+    """Whether memory could not be allocated, which torch reports as a RuntimeError."""
     return isinstance(error, MemoryError) or "can't allocate memory" in said(error)
 
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Adds the path to errors of writing in the block that name none, such as that of a full disk."""
+    """Adds the path to errors of writing in the block that do not name a file, such as that of a full disk."""
     try:
         yield
     except OSError as error:

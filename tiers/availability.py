@@ -1,8 +1,8 @@
 """When simulated devices are online: intervals from a table, or generated with a daily rhythm.
 
-All answers are pure functions of a device and a simulated time, computed on demand: nothing is kept per device beside
-a table's intervals, and neither the order nor the process of the questions matters. Intervals are half-open: a device
-that goes offline at `t` is off at `t`.
+All answers are pure functions of a device and a simulated time, computed on demand: only a table's intervals are kept
+per device, and neither the order of the calls nor the process matters. Intervals are half-open: a device that goes
+offline at `t` is off at `t`.
 """
 
 import math
@@ -24,9 +24,9 @@ INTERVAL_COLUMNS = ("device_id", "on_s", "off_s")
 LATEST_S = 1e12
 """The latest time of a table: thirty thousand years."""
 MOST_START_JITTER = 1 / 24
-"""How far the middle of a generated interval lies from its device's usual hour, at most, as a share of the day."""
+"""Largest distance of a generated interval's middle from its device's usual hour, as a share of the day."""
 _AT_ONCE = 1 << 16
-"""Devices that are looked at at once, by which memory is bounded."""
+"""Largest number of devices that are processed at once, which bounds memory."""
 _BITS = (1 << 64) - 1
 
 Times = npt.NDArray[np.float64]
@@ -38,9 +38,9 @@ class Availability(ABC):
 
     @abstractmethod
     def intervals(self, devices: Indices, t_s: float) -> tuple[Times, Times]:
-        """For each device of shape (devices,) the interval online that has begun at `t_s`, or the next one.
+        """For each of `devices`, of shape (devices,), the online interval that contains `t_s`, or else the next one.
 
-        Returns when the intervals begin and end, the end after `t_s`; an end may be infinite.
+        Returns the seconds at which the intervals begin and end; every end is after `t_s` and may be infinite.
         """
 
     def interval(self, i: int, t_s: float) -> tuple[float, float]:
@@ -68,7 +68,7 @@ class Availability(ABC):
     def first_on_s(self, devices: Indices, t_s: float) -> float:
         """The first time from `t_s` at which any of these devices is online; infinity without devices.
 
-        It looks at a few devices, then at more, and no further than the first one that is online at `t_s`.
+        It checks devices in batches of growing size, and stops after a batch with one that is online at `t_s`.
         """
         first_s, start, size = math.inf, 0, 64
         while start < len(devices) and first_s > t_s:
@@ -133,12 +133,12 @@ class Intervals:
 class TraceAvailability(Availability):
     """Devices that are online in the intervals of a trace, which repeats, as the traces of FedScale do.
 
-    Device i is the one with `device_ids[i]`; several may share one. An interval up to the period's end and one from 0
-    are one interval.
+    Device i has the intervals of `device_ids[i]`; several devices may share an id. An interval that ends with the
+    period and one from 0 are joined.
     """
 
     def __init__(self, trace: Intervals, device_ids: Indices, period_s: float | None = None) -> None:
-        """`period_s` is by default the whole days that the trace covers, so that hours of the day stay what they are.
+        """`period_s` is by default the whole days that the trace covers, so that it keeps the hours of the day.
 
         Raises ValueError for a device without an interval, and for an interval that ends after the period.
         """
@@ -161,7 +161,7 @@ class TraceAvailability(Availability):
         last = first + count - 1
         wraps = (on_s[first] == 0) & (off_s[last] == self.period_s)
         off_s[last[wraps]] = np.where(count[wraps] == 1, np.inf, self.period_s + off_s[first[wraps]])
-        dropped = wraps & (count > 1)  # the first intervals of these devices belong to their last ones now
+        dropped = wraps & (count > 1)  # the first intervals of these devices are now part of their last ones
         self._first, self._count = (first + dropped)[position], (count - dropped)[position]
         self._on_s, self._off_s = on_s, off_s
 
@@ -174,8 +174,8 @@ class TraceAvailability(Availability):
             middle = (low + high) // 2
             ended = searching & (self._off_s[first + np.minimum(middle, count - 1)] <= t_s - periods * self.period_s)
             low, high = np.where(ended, middle + 1, low), np.where(searching & ~ended, middle, high)
-        number = periods * count + low  # of all intervals since time 0; one of the period before may have lasted
-        # Ends are compared as they are returned, so that rounding moves no answer past one.
+        number = periods * count + low  # counted since time 0; an interval of the previous period may still last
+        # Ends are compared exactly as they are returned, so that rounding moves no answer past an end.
         number -= self._number(number - 1, first, count)[1] > t_s
         number += self._number(number, first, count)[1] <= t_s
         return self._number(number, first, count)
@@ -192,11 +192,11 @@ class TraceAvailability(Availability):
 class DailyAvailability(Availability):
     """Devices that are online once a day around an hour of their own, most of them at night; assumed, not measured.
 
-    Phones train while they are charged, idle and on a network without metering (Bonawitz et al. 2019). Device i has a
-    usual hour, the mean of two uniform hours of the day, so that the devices' hours, time zones included, gather around
-    the middle of the simulated day: with time 0 at noon, midnight. It has a usual share of the day, uniform around
-    `share`, by at most half of what lies between that and 0 or 1; every day's share varies around this by half as much,
-    and the middle of the day's interval by an hour in 24. The mean share of time online is `share`. With .35, 4.2
+    Phones train while they are charging, idle and on an unmetered network (Bonawitz et al. 2019). Device i has a usual
+    hour, the mean of two uniform hours of the day, so that the devices' hours, time zones included, gather around the
+    middle of the simulated day: midnight, if time 0 is noon. Its usual share of the day is uniform around `share`,
+    within half the distance from `share` to the nearer of 0 and 1; every day's share varies around this by half as
+    much, and the middle of the day's interval by an hour in 24. The mean share of time online is `share`. With .35, 4.2
     times as many devices are online at midnight (.56) as at noon (.14); Bonawitz et al. report 4.
     """
 
@@ -209,7 +209,7 @@ class DailyAvailability(Availability):
         self.seed, self.share, self.day_s = seed, share, day_s
 
     def interval(self, i: int, t_s: float) -> tuple[float, float]:
-        i = int(i)  # numbers of NumPy would warn of the overflows that mix the bits
+        i = int(i)  # NumPy integers would warn of the overflows that mix the bits
         today = math.floor(t_s / self.day_s - self._hour(i) + 0.5)
         on_s, off_s = self._of_day(i, today)
         if off_s <= t_s:
@@ -225,7 +225,7 @@ class DailyAvailability(Availability):
         return (_uniform(self.seed, 0, devices) + _uniform(self.seed, 1, devices)) / 2
 
     def _of_day(self, devices: Any, day: Any) -> tuple[Any, Any]:
-        """When the intervals of devices (one, or an array) on these days of theirs begin and end.
+        """When the intervals of devices (one, or an array) begin and end on these days of each device.
 
         A device's day lasts from half a day before its hour to half a day after it, and the interval lies within it.
         """
@@ -240,7 +240,7 @@ class DailyAvailability(Availability):
 def _uniform(seed: int, draw: int, *ids: Any) -> Any:
     """A number from 0 to 1 for ids (whole numbers, or arrays of them), by chained SplitMix64 (Steele et al. 2014).
 
-    Counters instead of a generator's stream: any day of any device is computed alone, and many at once.
+    It hashes ids instead of advancing a generator: any day of any device is computed alone, or many at once.
     """
     mixed = _mixed(seed)
     for id_ in (draw, *ids):

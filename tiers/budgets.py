@@ -55,7 +55,7 @@ class ScheduleBudget:
 
 
 class DeviceState(NamedTuple):
-    """A state of a device, the share of the budget that is left in it, and the probability of the state."""
+    """A state of a device, the share of the budget available in it, and the probability of the state."""
 
     name: str
     factor: float

@@ -13,7 +13,7 @@ MEASURED_COLUMNS = ("device_id", "samples", "epochs", "seconds")
 
 
 def macs_per_s_of(macs: float, seconds: float, factor: float = TRAINING_FACTOR) -> float:
-    """The rate at which a device computes, if work of so many forward MACs took so many seconds.
+    """A device's rate in MAC/s, given the forward MACs of measured work and the seconds that it took.
 
     `client_time_s` of the same work at this rate, without transfers, is `seconds` again. Evaluation has
     `factor=EVALUATION_FACTOR`. Raises ValueError for amounts that are not positive and finite.
@@ -49,7 +49,7 @@ class MeasuredTraining:
                 check_rows(name, column, (column > 0) & (column < np.inf), "positive and finite")
 
     def devices(self, forward_macs: float, like: DeviceProfile) -> DeviceTable:
-        """The devices, ascending by id, with the rates of all their measurements together.
+        """The devices, ascending by id, each with one rate from all its measurements together.
 
         `forward_macs` are those of the network's forward pass of one sample; links and probabilities are those of
         `like`.

@@ -55,7 +55,7 @@ class CostTable:
 
 
 def size_of(table: CostTable, subspace: Sequence[Sequence[int]]) -> float:
-    """Sum of the costs of the fixed part and of the options `kept[decision]` of every decision."""
+    """Sum of the costs of the fixed part and of the options `subspace[decision]` of every decision."""
     return table.fixed + sum(
         row[option] for row, options in zip(table.options, subspace, strict=True) for option in options
     )

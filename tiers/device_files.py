@@ -1,7 +1,7 @@
-"""Tables of devices, of when they are online, and of training measured on them, as Parquet or CSV files.
+"""Reads and writes tables of devices, and reads tables of when they are online and of training measured on them.
 
-A file is read as something that may be damaged: its size, its columns and the footer of a Parquet file are checked
-before the rows are read, so that no figure in a damaged file decides how much memory or time that takes.
+The files are Parquet or CSV and may be damaged: a file's size, its columns and a Parquet file's footer are checked
+before the rows are read, so that no number in a damaged file decides how much memory or time that takes.
 """
 
 import os
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 MOST_BYTES = 1 << 30
 MOST_ROWS = 10_000_000
-"""A device per client, and no more clients than that are simulated."""
+"""One device per client: no more clients than this are simulated."""
 MOST_INTERVALS = 100_000_000
 _THRIFT_BYTES, _THRIFT_ITEMS = 1 << 20, 1 << 16
-"""Limits of a footer's texts and lists."""
+"""Size limits of the strings and lists in a Parquet footer."""
 
 
 def read_device_table(path: str | Path) -> DeviceTable:
@@ -74,12 +74,12 @@ def write_device_table(path: str | Path, table: DeviceTable) -> None:
 
 
 class _WrongTableError(ValueError):
-    """The file can be read, and is not the table that it should be."""
+    """The file can be read but does not hold the expected table."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of table: what messages call it, its columns, and its most rows."""
+    """A kind of table: its name in messages, its columns, and its largest number of rows."""
 
     called: str
     columns: Sequence[str]
@@ -99,7 +99,7 @@ def _read(file: Path, kind: _Kind, make: Callable[..., T]) -> T:
             if file.suffix == ".parquet":
                 table = _read_parquet(stream, kind)
             else:
-                # With its threads pyarrow has ended the process at an error in the file.
+                # With threads, pyarrow has crashed the process on an error in the file.
                 table = pyarrow.csv.read_csv(stream, pyarrow.csv.ReadOptions(use_threads=False))
                 _check_columns(table.schema, kind)
                 _check_rows(table.num_rows, kind)
@@ -126,8 +126,8 @@ def _read_parquet(stream: BinaryIO, kind: _Kind) -> Any:
     with pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True, **limits) as file:
         _check_columns(file.schema_arrow, kind)
         _check_rows(file.metadata.num_rows, kind)
-        # What the footer says of columns is left to the reader of the pages: to ask pyarrow for a damaged one ends the
-        # process. Its numbers of rows decide how much is read.
+        # The footer's metadata of columns is left to the reader of the pages: asking pyarrow for a damaged one crashes
+        # the process. The footer's numbers of rows decide how much is read.
         rows = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
         if sum(rows) != file.metadata.num_rows or any(number < 0 for number in rows):
             raise ValueError("its footer's numbers of rows contradict each other")

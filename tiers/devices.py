@@ -14,7 +14,7 @@ RATES = ("macs_per_s", "down_bytes_per_s", "up_bytes_per_s")
 PROBABILITIES = ("availability", "dropout")
 COLUMNS = ("device_id", *RATES, *PROBABILITIES)
 LEAST_RATE, GREATEST_RATE = 1e-6, 1e18
-"""The rates that a table may hold: what is outside is damaged, not a device."""
+"""The range of rates that a table may hold: a rate outside it is a damaged value, not a device's."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def generate_device_table(num_devices: int, rng: np.random.Generator) -> DeviceT
 
 
 def read_only_column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """A table's column as a read-only array, `device_id` of int64 and others of float64; ValueError for others."""
+    """A table's column as a read-only array, `device_id` as int64 and others as float64; ValueError if invalid."""
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in ("iu" if name == "device_id" else "iuf"):
         kind = "whole numbers" if name == "device_id" else "numbers"
@@ -177,7 +177,7 @@ def jittered(profile: DeviceProfile, sigma: float, rng: np.random.Generator) -> 
 def fair_rates(most_bytes_per_s: Sequence[float], link_bytes_per_s: float) -> list[float]:
     """Max-min fair shares of a link by transfers that can take at most these rates, by progressive filling.
 
-    Nobody gets more than it can take; what slow ones leave is shared equally by the others (Bertsekas and Gallager
+    No transfer gets more than it can take; what slow ones leave is shared equally by the others (Bertsekas and Gallager
     1992, Sec. 6.5).
     """
     rates, left = [0.0] * len(most_bytes_per_s), link_bytes_per_s

@@ -44,8 +44,8 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def shapes_only() -> "ShapesOnly":
-    """A block in which operators on the meta device give shapes, without loading torch's compiler for it."""
-    # Imported here, because clients, which measure nothing, do not need what it loads.
+    """A context manager in which operators on the meta device give shapes, without loading torch's compiler."""
+    # Imported here, because clients measure nothing and do not need what it loads.
     from fedloom.tiers.shapes import ShapesOnly
 
     return ShapesOnly()
@@ -57,7 +57,7 @@ def _one_of(x: Any, device: str) -> Any:
 
 
 def _forward_on_meta(module: nn.Module, x: Any) -> int:
-    """Returns the multiply-accumulates."""
+    """Runs a forward pass on the meta device and returns its multiply-accumulates."""
     # Only shapes are needed: meta tensors do no arithmetic, and the module's own tensors and buffers stay unchanged.
     tensors = {name: t.to("meta") for name, t in chain(module.named_parameters(), module.named_buffers())}
     shapes = shapes_only()
@@ -68,7 +68,7 @@ def _forward_on_meta(module: nn.Module, x: Any) -> int:
         except RuntimeError:
             if next(iter(tensors.values())).is_meta and next(module.parameters()).is_meta:
                 raise
-            # What it does depends on values: it runs for real, with attention as matrix products, which count.
+            # The module depends on values: it runs for real, with attention as matrix products, which are counted.
             shapes.macs = 0
             with shapes, sdpa_kernel(SDPBackend.MATH):
                 module(_one_of(x, "cpu"))

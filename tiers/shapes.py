@@ -1,4 +1,4 @@
-"""Forward passes on the meta device, which have shapes and no values, and the multiply-accumulates in them."""
+"""Forward passes on the meta device, which compute shapes without values, and their multiply-accumulates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -108,9 +108,9 @@ SHAPES: Mapping[Any, Callable[..., Any]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_layer_norm.default: _norm,
 }
-"""Common operators whose shapes torch finds in Python, for which it loads its compiler: that takes as long as torch.
+"""Shapes of common operators; torch would load its compiler for them, which takes as long as importing torch.
 
-All others are left to torch, with the same result.
+All other operators are left to torch, with the same result.
 """
 
 
@@ -128,7 +128,7 @@ MACS: Mapping[Any, Callable[..., int]] = {
 }
 """The multiply-accumulates of operators, as in `torch.utils.flop_counter`, which loads Triton where it is installed.
 
-Attention is computed of these on the meta device, and where fused kernels are forbidden.
+Attention is decomposed into these on the meta device, and where fused kernels are forbidden.
 """
 
 
@@ -144,7 +144,7 @@ class ShapesOnly(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise the compiler is loaded to be told so
+        return False  # True would load the compiler only to tell it to skip this
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

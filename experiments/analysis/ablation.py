@@ -1,4 +1,4 @@
-"""The runs of an ablation as tidy frames: per setting and per axis over seeds, and in pairs against a reference."""
+"""Tidy frames of an ablation: estimates over seeds per setting and axis, and paired differences to a reference."""
 
 import json
 import math
@@ -35,9 +35,9 @@ def load_ablation(
 
 
 def ablation_frame(tables: Tables, ablation: Ablation, *, each: str = "model") -> pd.DataFrame:
-    """`per_model` of the trials that have started, with trial, seed and one column per axis, in the plan's order.
+    """The rows of `per_model` for the trials that have started, with columns for trial, seed and every axis.
 
-    With `each="run"` it is `outcomes` instead, a row per trial.
+    Rows are in the plan's order. With `each="run"` they are those of `outcomes` instead, one per trial.
     The column of an axis is an ordered categorical of the axis' values; lists and nulls are JSON text. A trial that has
     not been evaluated has one row with null qualities; a trial that has not started has none. Raises ValueError if an
     axis has the name of another column.
@@ -102,7 +102,7 @@ def holding(frame: pd.DataFrame, values: Mapping[str, Any]) -> pd.DataFrame:
 def over_seeds(frame: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataFrame:
     """One row per combination of the columns `by`: n (seeds), mean, half_width, values (a list, by seed).
 
-    half_width is that of the 95 % interval by Student's t, null below three seeds. Rows of one seed count once, with
+    half_width is half the 95 % interval (Student's t), null below three seeds. The rows of one seed count once, as
     their mean. Combinations without any value of the measure are left out.
     """
     estimates = []
@@ -139,10 +139,10 @@ def marginal(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = 
 def differences(
     frame: pd.DataFrame, ablation: Ablation, axis: str, by: Sequence[str], measure: str = METRIC
 ) -> pd.DataFrame:
-    """What the values of an axis make of a measure, less what its reference does, per combination of the axes `by`.
+    """Differences of a measure between each value of an axis and its reference, per combination of the axes `by`.
 
-    One row per value but the reference and combination, with the columns of `over_seeds`: pairs have one seed, so that
-    the interval is that of the paired t test. Models, tiers and subnets of a run count with their mean.
+    One row per combination and value other than the reference, with the columns of `over_seeds`. Both runs of a pair
+    have the same seed, so the interval is that of the paired t test. A run's models, tiers and subnets are averaged.
     """
     key = [*by, SEEDS]
     means = frame.groupby([axis, *key], observed=True)[measure].mean().reset_index()
@@ -160,11 +160,11 @@ def _check_axis(ablation: Ablation, axis: str) -> None:
 def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
     """Paired differences between each value of an axis and its reference, per (model, tier, subnet).
 
-    Two runs are a pair if they differ only in this axis; they have the same seed. A seed counts once, with the mean of
-    its pairs, since these share data and initialisation. Columns: axis, value, reference, model, tier, subnet, n
-    (pairs), seeds, mean (of the seeds' differences), values (a list, by seed), test ("paired t" over seeds, or "none"
-    for fewer than three, and where a seed lacks pairs that others have), low and high (95 %), p_value (two-sided, not
-    corrected for the number of rows). A random search has no such pairs and therefore no rows.
+    Two runs form a pair if they have the same seed and differ only in this axis. A seed counts once, as the mean of its
+    pairs, since these share data and initialisation. Columns: axis, value, reference, model, tier, subnet, n (pairs),
+    seeds, mean (of the seeds' differences), values (a list, by seed), test ("paired t" over seeds, or "none" below
+    three seeds and where a seed lacks pairs that others have), low and high (95 %), p_value (two-sided, not corrected
+    for the number of rows). A random search has no such pairs and therefore no rows.
     """
     _check_axis(ablation, axis)
     reference = references(ablation)[axis]
@@ -208,7 +208,7 @@ def _tested(
     seeds = of_seed.mean()
     paired = difference(np.asarray(seeds["value"]), np.asarray(seeds["reference"]), paired=True)
     if len({frozenset(group.droplevel("seed").index) if others else None for _, group in of_seed}) > 1:
-        # The seeds would differ in the other axes, too.
+        # Seeds with different pairs would also differ in the other axes.
         paired = Difference("none", paired.compared, paired.difference)
     return {
         "n": len(both),

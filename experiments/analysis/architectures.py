@@ -1,4 +1,4 @@
-"""Architectures as a person reads them: operators, blocks and widths, or the cells of a node, instead of numbers."""
+"""Readable architectures: operators, blocks and widths, or the nodes of cells, instead of numbers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.slices import Subspace
 
 Decoder = Callable[[str], str]
-"""Turns an architecture as the tables have it into words."""
+"""Turns an architecture, as stored in the tables, into readable text."""
 
 SHORT = {
     "sep_conv_3x3": "sep3",
@@ -25,23 +25,23 @@ SHORT = {
     "avg_pool_3x3": "avg",
     "skip_connect": "skip",
 }
-"""Short names of the operators of cells, of which an architecture has dozens."""
+"""Short names of cell operators, since an architecture lists dozens of them."""
 
 
 def decoder(config: Mapping[str, Any]) -> Decoder:
-    """What turns the architectures of runs with this stored configuration into words.
+    """The decoder that turns architectures of runs with this stored configuration into readable text.
 
     It takes the text of the columns `architecture` and `subspace` and returns
-    - the operators in order for a supernet of operators: "8-8-2" is "2× conv(3), identity", and of a layer that keeps
-      several, "conv(3)|identity" ("0,1/0" is "conv(3)|identity, conv(3)");
-    - the blocks per stage and their widths for elastic networks: "blocks 3/2/4/3; expansions 0.14", where a stage whose
+    - for a supernet of operators, the operators in order: "8-8-2" is "2× conv(3), identity"; a layer that keeps
+      several is "conv(3)|identity" ("0,1/0" is "conv(3)|identity, conv(3)");
+    - for elastic networks, the blocks per stage and their widths: "blocks 3/2/4/3; expansions 0.14"; a stage whose
       blocks differ lists them ("expansions 0.1,0.25/0.14/...");
-    - for every node of a cell the sum of its inputs: "normal: 0 = sep3(c_k-2) + skip(c_k-1), 1 = ...";
-    - the space's label for others, such as "p=0.25", and its name if it has no choice;
-    - the text itself where there is no better one, for spaces of the user's own (reading results runs no code that they
-      name), and for what this version does not know.
+    - for cells, every node as the sum of its inputs: "normal: 0 = sep3(c_k-2) + skip(c_k-1), 1 = ...";
+    - for other spaces, the space's label, such as "p=0.25", or the space's name if it has no choice;
+    - the text itself if there is no label, for spaces of the user's own (reading results runs no code that they
+      name), and for text that this version cannot decode.
 
-    The space is built with the first call, which imports torch; every text is turned only once.
+    The first call builds the space, which imports torch; each text is decoded only once.
     """
     spaces: list[SearchSpace | None] = []
 
@@ -60,7 +60,7 @@ def decoded(tables: Tables, run_id: str, architecture: str) -> str:
 
 
 def space_of(config: Mapping[str, Any]) -> "SearchSpace | None":
-    """The space of a stored configuration; None if it has none, the user's own, or one this version cannot build."""
+    """The space of a stored configuration; None if it is missing, the user's own, or this version cannot build it."""
     # Imported here, because torch takes seconds to load and other reports do not need it.
     from fedloom.platform.plugins import is_import_path
     from fedloom.platform.spaces.registry import build_space
@@ -133,7 +133,7 @@ def _in_order(names: Iterable[str]) -> str:
 
 
 def _widths(stages: Sequence[Sequence[float]]) -> str:
-    """The widths of the blocks of every stage, equal ones once."""
+    """The widths of the blocks per stage; equal widths are written once."""
     if len({width for stage in stages for width in stage}) == 1:
         return f"{stages[0][0]:g}"
     return "/".join(
@@ -142,12 +142,12 @@ def _widths(stages: Sequence[Sequence[float]]) -> str:
 
 
 def node_label(node: int, nodes: int) -> str:
-    """The name of a cell's node among two inputs, `nodes` inner nodes and the output."""
+    """The name of a node in a cell with two inputs, `nodes` inner nodes and one output."""
     return ("c_k-2", "c_k-1", *map(str, range(nodes)), "c_k")[node]
 
 
 def _cells(space: "HasCells", names: Sequence[Sequence[str]], subspace: "Subspace") -> Iterator[str]:
-    """Per type of cell: every inner node as the sum of operators of its inputs; pruned edges are left out."""
+    """For each cell type, every inner node as a sum of operators on its inputs; pruned edges are left out."""
     from fedloom.platform.spaces.darts import CELL_TYPES
 
     for cell_type in CELL_TYPES:

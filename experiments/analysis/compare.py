@@ -1,4 +1,4 @@
-"""Compares the values of one configuration key, experiments or names, and tests them against a baseline."""
+"""Compares runs by a configuration key, by experiment or by name, and tests each value against a baseline."""
 
 import difflib
 import json
@@ -66,9 +66,9 @@ class Run:
     """A run in a comparison.
 
     Attributes:
-        value: its value of the key.
-        rest: the configuration, without seeds, that it shares with those it is compared with.
-        beside: the keys in which it may differ from them besides the value.
+        value: its value of the compared key.
+        rest: the configuration without seeds, equal for all runs that it is compared with.
+        beside: the other keys, with values, in which it may differ from those runs.
     """
 
     run_id: str
@@ -91,19 +91,21 @@ def compare(
     """One row per value of `by` (a configuration key, "experiment" or "name"), model and tier: the metric over seeds.
 
     A run is compared with runs that differ from it only in `by`, in seeds and in the keys of `ignore` (or below them);
-    experiments, and runs with names, may differ in anything. If there are several such groups, `within` names them.
+    when experiments or names are compared, they may differ in anything. If there are several such groups, `within`
+    names them.
     Columns: within, model, tier, subnet, value, n (seeds), mean and half_width (95 %, Student's t; null below three
     seeds), values (a list, by seed), baseline; and for the comparison with the baseline: differs_in (all keys besides
-    `by`), test ("paired t" for equal seeds, "Welch t" for different seeds, "none" if one of the two has fewer than
-    three, and where something that is not under test differs: an ignored key, or the runs of one name), over (what the
-    test is over), compared (number of pairs, or of values of both), difference (of the means), difference_low and
-    difference_high (95 %), p_value (two-sided, not corrected for the number of rows; null if the values do not vary).
+    `by`), test ("paired t" for equal seeds, "Welch t" for different seeds, "none" if either side has fewer than three
+    or if something that is not under test differs: an ignored key, or the runs of one name), over (the units of the
+    test, in words), compared (number of pairs, or of values of both sides), difference (of the means), difference_low
+    and difference_high (95 %), p_value (two-sided, not corrected for the number of rows; null if the values do not
+    vary).
 
-    `each="run"` compares what runs end with (see `outcomes`), so that methods whose models differ can be compared.
+    `each="run"` compares the outcomes of runs (see `outcomes`), so that methods with different models can be compared.
 
-    `over="clients"` and `over="samples"` compare runs of equal seeds one by one, with a row for each seed (see
-    `paired`): by Wilcoxon's signed-rank test over the clients' own test data, and by McNemar's test over the test set,
-    for which the kept models are run again. They speak of these models, not of what other seeds would give.
+    `over="clients"` and `over="samples"` compare pairs of runs with equal seeds, one row per seed (see `paired`): with
+    Wilcoxon's signed-rank test over the clients' own test data, or with McNemar's test over the test set (this runs
+    the kept models again). These tests are about the compared models and do not generalise to other seeds.
 
     `metric` is one of `MEASURES`, or with `each="run"` of `OUTCOMES`; `baseline` is a value of `by`, by default that of
     the oldest run. `pair` is "seed" (pairs of runs with all seeds equal), the key of one seed such as
@@ -152,7 +154,7 @@ def compare(
 
 
 def measured_by(each: str) -> tuple[Sequence[str], Callable[[Tables], pd.DataFrame]]:
-    """The measures of `each` (model, run), and the frame that has them."""
+    """The measures for `each` ("model" or "run"), and the function that returns the frame with them."""
     if each not in _EACH:
         raise ValueError(f"each={each!r}: there are {', '.join(_EACH)}")
     return _EACH[each]
@@ -189,7 +191,7 @@ def _runs(tables: Tables, configs: Mapping[str, Mapping[str, Any]], by: str, ign
 
 
 def _one_setting_each(runs: list[Run], by: str) -> list[Run]:
-    """The runs without what they share; ValueError if those of one experiment or name differ in more than seeds."""
+    """The runs with `rest` moved to `beside`; ValueError if runs of one experiment or name differ beyond seeds."""
     rests = {run.value: run.rest for run in runs}
     for run in runs:
         keys = differing([run.rest, rests[run.value]])
@@ -227,7 +229,7 @@ def _groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def _pair_of(seeds: str, config: Mapping[str, Any], pair: str | None, by: str) -> str | None:
-    """The text that a run shares with its partner under another value of `by`."""
+    """The text that identifies a run's pair: equal for partners under different values of `by`; None for no pairs."""
     every = json.loads(seeds)
     if pair is None:
         return None
@@ -242,9 +244,9 @@ def _pair_of(seeds: str, config: Mapping[str, Any], pair: str | None, by: str) -
 def _beside(
     rows: pd.DataFrame, baseline: pd.DataFrame, beside: Mapping[str, Mapping[str, Any]], is_whole: bool
 ) -> tuple[str, bool]:
-    """The keys in which two values' runs differ besides, and whether all that differs is under test.
+    """The other keys in which the runs of the two values differ, and whether all differences are under test.
 
-    Whole configurations are under test as such, if the runs of each side have the same one.
+    Whole configurations are themselves under test, provided that the runs of each side have the same one.
     """
     sides = [[beside[run_id] for run_id in side["run_id"].unique()] for side in (rows, baseline)]
     both = [*sides[0], *sides[1]]
@@ -264,7 +266,7 @@ def _over_units(
     is_whole: bool,
     over: str,
 ) -> Iterator[dict[str, Any]]:
-    """One row per value and seed that the baseline has, too, over clients or samples; the baseline's comes first."""
+    """One row, over clients or samples, per value and seed that the baseline also has; the baseline's come first."""
     first = rows[rows["value"] == baseline]
     names = sorted(rows["value"].unique(), key=lambda name: name != baseline)
     for name in names:
@@ -338,7 +340,7 @@ def _paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> tuple[np
 
 
 def difference(values: np.ndarray, baseline: np.ndarray, *, paired: bool) -> Difference:
-    """Student's t test for pairs, or Welch's t test, and the test's interval. Source: scipy.stats."""
+    """Student's t test for pairs, or Welch's t test, with its 95 % interval. Source: scipy.stats."""
     from scipy import stats  # imported here, because it loads slowly and reports do not need it
 
     name, compared = ("paired t", len(values)) if paired else ("Welch t", len(values) + len(baseline))
@@ -358,7 +360,7 @@ def difference(values: np.ndarray, baseline: np.ndarray, *, paired: bool) -> Dif
 CLIENTS, SAMPLES = "clients", "samples"
 
 UNITS = (CLIENTS, SAMPLES)
-"""What two runs of one seed are compared over, besides seeds."""
+"""The units, besides seeds, over which two runs of one seed can be compared."""
 
 _COLUMNS = ["run_id", "model", "tier", "subnet", "unit", "units"]
 
@@ -366,11 +368,12 @@ _COLUMNS = ["run_id", "model", "tier", "subnet", "unit", "units"]
 def unit_values(tables: Tables, metric: str, over: str, each: str) -> pd.DataFrame:
     """One row per (run, model, tier) and client or test sample.
 
-    Columns: run_id, model, tier, subnet, unit (client_id, or the sample's place), units (equal where the units are the
-    same: a hash of the clients' data, or of the test set's labels), and the metric; `each="run"` has the final models
-    alone, called "final". Over clients every client has its own tier's model, and the tier is "all". Over samples
-    accuracy is 1 or 0, from the models that the runs kept.
-    Raises ValueError for other metrics than accuracy and loss, and for models whose samples have several labels.
+    Columns: run_id, model, tier, subnet, unit (client_id, or the sample's position), units (a hash of the clients' data
+    or of the test set's labels, equal if the units are the same), and the metric. `each="run"` keeps only the final
+    models, named "final". Over clients, each client is measured with its own tier's model, and the tier is "all". Over
+    samples, accuracy is 1 or 0, computed with the models that the runs kept.
+    Raises ValueError for metrics other than accuracy and (over clients) loss, and for models whose samples have several
+    labels.
     """
     if metric not in ((METRIC, "loss") if over == CLIENTS else (METRIC,)):
         raise ValueError(f"over={over!r} compares accuracy{' or loss' if over == CLIENTS else ''}, not {metric}")
@@ -402,7 +405,7 @@ def _of_samples(tables: Tables) -> pd.DataFrame:
 
 
 def paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str, over: str) -> tuple[Difference, str]:
-    """The test of two models over the clients or samples that both have, and the name of these.
+    """The paired test of two models over the clients or samples that both have, and the name of these units.
 
     Clients: Wilcoxon's signed-rank test. Samples: McNemar's exact test. The interval of the mean difference is
     Student's, over clients or samples. Source: scipy.stats.
@@ -415,7 +418,7 @@ def paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str, over: str) -
         )
     sides = [side.groupby("unit")[metric].mean() for side in (rows, baseline)]
     both = pd.concat(sides, axis=1, join="inner").to_numpy()
-    # Equal values that were computed in other orders differ by rounding errors.
+    # Equal values that were computed in different orders differ by rounding errors.
     differences = np.round(both[:, 0] - both[:, 1], 12)
     known = estimate(differences)
     if known is None:

@@ -1,4 +1,4 @@
-"""How much each axis of an ablation decides about an outcome, and how much pairs of axes do, beyond the seeds."""
+"""The importance of each axis of an ablation, and of pairs of axes, for an outcome, beyond the noise of the seeds."""
 
 import itertools
 import math
@@ -14,30 +14,31 @@ from fedloom.experiments.store.ablations import Ablation
 Array = npt.NDArray[np.float64]
 
 FEWEST_SETTINGS = 10
-"""Settings below which a forest has too little to learn from and to be tried on."""
+"""Minimum number of settings for a forest, so that there are enough to train and to test it on."""
 TREES, SPLITS, SHUFFLES = 50, 8, 5
 FURTHER, OF_SEEDS = "three or more axes", "seeds"
 AXIS, PAIR, MORE, NOISE = 1, 2, 3, 0
-"""The column `order`: how many axes act together."""
+"""Values of the column `order`: how many axes act together (`MORE` for three or more), or `NOISE` for the seeds."""
 
 
 def importances(frame: pd.DataFrame, ablation: Ablation, measure: str = METRIC) -> pd.DataFrame:
-    """One row per axis, and on a grid per pair of axes: their part in the variance of a measure between the trials.
+    """One row per axis, and on a grid per pair of axes: its share of the variance of a measure between trials.
 
-    `frame` comes from `ablation_frame`, best with `each="run"`; several rows of a trial count with their mean. Columns:
-    axes (the axis, or "a × b"), order (axes that act together: 1, 2, 3 for all effects of three or more, 0 for the
+    `frame` comes from `ablation_frame`, best with `each="run"`; several rows of a trial are averaged. Columns: axes (an
+    axis, or "a × b"), order (number of axes that act together: 1, 2, 3 for all effects of three or more, 0 for the
     seeds), importance (a share from 0 to 1), method:
 
     "variance", if every setting has a value for the same seeds: the analysis of variance of the grid, with the seeds as
     blocks. Every effect's sum of squares is reduced by what the seeds' noise alone adds to it (Kelley's epsilon
-    squared, 1935), and is 0 if nothing remains; row "seeds" has the rest, so that the importances sum to 1. With one
-    seed the noise is unknown, and the highest interaction contains it.
+    squared, 1935), but not below 0; the row "seeds" has the rest, so that importances sum to 1. With one seed the noise
+    is unknown, and the highest interaction contains it.
 
-    "forest", for random searches and grids with gaps: by how much permuting the axis raises the squared error of a
-    random forest (Breiman 2001) on settings that it has not seen, divided by twice the variance of the measure, which
-    estimates the share of the axis with all its interactions (Gregorutti et al. 2017); at most 1. Pairs are not told
-    apart. Fewer than `FEWEST_SETTINGS` settings give no rows, as does a measure without variance.
-    Raises ValueError for an unknown measure.
+    "forest", for random searches and grids with gaps: the increase of a random forest's squared error (Breiman 2001) on
+    held-out settings when the axis is permuted, divided by twice the variance of the measure. It estimates the share of
+    the axis with all its interactions (Gregorutti et al. 2017) and is at most 1. Pairs are not separated. Fewer than
+    `FEWEST_SETTINGS` settings give no rows.
+
+    A measure without variance gives no rows. Raises ValueError for an unknown measure.
     """
     if measure not in frame.columns:
         raise ValueError(f"there is no measure {measure!r} in the frame; its columns are {', '.join(frame.columns)}")
@@ -57,7 +58,7 @@ def importances(frame: pd.DataFrame, ablation: Ablation, measure: str = METRIC) 
 
 
 def _whole_grid(values: "pd.Series[float]", lengths: list[int]) -> Array | None:
-    """The values with a dimension per axis and one of seeds, of the seeds that have all settings; None if none has."""
+    """The values of the seeds that have every setting, in the shape (*lengths, seeds); None if no seed has."""
     of_seed = values.groupby("seed")
     whole = [seed for seed, size in of_seed.size().items() if size == math.prod(lengths)]
     if not whole:
@@ -67,9 +68,9 @@ def _whole_grid(values: "pd.Series[float]", lengths: list[int]) -> Array | None:
 
 
 def variances(grid: Array, axes: list[str]) -> list[tuple[str, int, float]]:
-    """The rows of a full grid; its last dimension has the seeds.
+    """The rows of `importances` for a full grid, whose last dimension is the seeds.
 
-    The effect of axes is the mean over all other dimensions, without the effects of fewer of them: effects are
+    The effect of a set of axes is the mean over all other dimensions, less the effects of its subsets: effects are
     orthogonal, and their sums of squares add up to that of the grid.
     """
     *lengths, seeds = grid.shape
@@ -110,7 +111,7 @@ def _by_forest(values: "pd.Series[float]", axes: list[str]) -> list[tuple[str, i
     from sklearn.model_selection import GroupShuffleSplit
 
     rows = values.reset_index()
-    settings = rows.groupby(axes, observed=True).ngroup()  # the seeds of a setting are never apart
+    settings = rows.groupby(axes, observed=True).ngroup()  # keeps the seeds of a setting in one part of a split
     x = np.column_stack([_as_numbers(rows[axis]) for axis in axes])
     y = rows[values.name].to_numpy(dtype=np.float64)
     sums = np.zeros(len(axes))
@@ -123,6 +124,6 @@ def _by_forest(values: "pd.Series[float]", axes: list[str]) -> list[tuple[str, i
 
 
 def _as_numbers(values: "pd.Series[Any]") -> Array:
-    """Numbers as they are, names by their places among the axis' values."""
+    """Numbers unchanged, names as their positions among the axis' values."""
     numeric = all(isinstance(value, int | float) for value in values.cat.categories)
     return np.asarray(values if numeric else values.cat.codes, dtype=np.float64)

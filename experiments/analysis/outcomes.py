@@ -1,4 +1,4 @@
-"""Quality and cost of models per run and per setting, and what a run ends with in one row."""
+"""Quality and cost of models per run and per setting, and the outcome of each run in one row."""
 
 from typing import Any
 
@@ -150,17 +150,17 @@ OUTCOMES = (
 """The measures of a run in `outcomes` and in `compare(each="run")`; `outcomes` describes them."""
 
 FINAL = "final"
-"""The model of all rows of `outcomes`."""
+"""The value of `model` in all rows of `outcomes`."""
 
 _LAST_STEPS = ("fine_tuned", PERSONAL, SEARCHED)
 _BESIDE = ("supernet_init", "rand_init")
 
 
 def final_model(frame: pd.DataFrame) -> str:
-    """The model that represents what these rows end with; empty if no model was evaluated.
+    """The name of the final model among these rows; empty if no model was evaluated.
 
-    It is what a method's last step gives (fine-tuning, a silo's own model, a search), else the first in display order
-    that is neither cut from a supernet untrained nor a baseline.
+    It is the result of a method's last step (fine-tuning, a silo's own model, a search), else the first model in
+    display order that is neither an untrained slice of a supernet nor a baseline.
     """
     models = shown_models([str(m) for m in frame["model"].dropna()])
     last = [m for m in _LAST_STEPS if m in models]
@@ -168,18 +168,19 @@ def final_model(frame: pd.DataFrame) -> str:
 
 
 def outcomes(tables: Tables) -> pd.DataFrame:
-    """One row per run: its final models (see `final_model`), and all that they cost.
+    """One row per run: the quality of its final models (see `final_model`), and what the run cost.
 
     Columns: experiment, run_id, seeds (all of them as JSON), model ("final"), tier ("all"), subnet (empty), final_model
     (its name), models (their number: one per tier, target or member of a family; 1 where all clients share one or each
     silo has its own);
     accuracy (a share, on the whole test data, the mean over the models; over silos for models of silos), least_accuracy
     (of the worst model; null for silos), validation_accuracy (the mean over the models), client_accuracy and
-    worst_client (each client's own test data, with the model of its tier, or the one for all: mean and minimum); the
-    totals of the method's own stages: total_bytes (received and sent by all clients), total_macs (forward passes),
-    simulated_s, wall_s; epsilon (null without noise, or if a later stage trains without it); macs (forward, per sample)
-    and parameters, means over the models. Values that were not measured are null; a run that was not evaluated has its
-    costs alone. Of runs that took their supernet from another run the costs are whole after `with_training`.
+    worst_client (mean and minimum over clients, each on its own test data with the model of its tier or the one for
+    all); the totals of the method's own stages: total_bytes (received and sent by all clients), total_macs (forward
+    passes), simulated_s, wall_s; epsilon (null without noise, or if a later stage trains without it); macs (forward,
+    per sample) and parameters, means over the models. Values that were not measured are null; a run that was not
+    evaluated has only its costs. The costs of runs that reuse another run's supernet are complete only after
+    `with_training`.
     """
     rows = per_model(tables)
     chosen = [_of_run(run, key) for key, run in rows.groupby(RUN_KEY, sort=False)]
@@ -201,7 +202,7 @@ def _of_run(rows: pd.DataFrame, key: tuple[Any, ...]) -> dict[str, Any]:
     model = final_model(rows)
     final = rows[rows["model"] == model] if model else rows.iloc[:1]
     of_silos = model in (PERSONAL, GLOBAL)  # one row, the mean over the silos
-    # Whatever its name: rows of one model are compared, as are those of `per_model`.
+    # All runs get the same model name, since comparisons are between rows of one model, as in `per_model`.
     return {
         **dict(zip(RUN_KEY, key, strict=True)),
         **dict(zip(MODEL_KEY, (FINAL, ALL_TIERS, "") if model else (None,) * 3, strict=True)),
@@ -224,10 +225,10 @@ def _validation(tables: Tables) -> pd.DataFrame:
 
 
 def client_values(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
-    """One row per (run, model, client) with test data of its own: experiment, run_id, model, client_id, value."""
+    """One row per (run, model, client), for clients with test data: experiment, run_id, model, client_id, value."""
     key = [*RUN_KEY, "model", "client_id"]
     rows = client_metrics(tables, metric)
-    # Members of a family are told apart by their architecture, which stands behind the name.
+    # `client_metrics` appends the architecture to the model's name for members of a family.
     family = rows["run_id"].isin(runs_of_kind(tables, SUBNETS))
     plain = rows["model"].where(~family, rows["model"].astype(str).str.split(" ").str[0])
     silos = per_silo(tables)
@@ -245,7 +246,7 @@ def _of_clients(tables: Tables) -> pd.DataFrame:
 
 
 def _epsilon(tables: Tables) -> pd.DataFrame:
-    """Of the method's own training: null if one of its stages has none. It never falls: the largest is the last."""
+    """The epsilon of the method's training, null if a stage has none; it never falls: the maximum is the last value."""
     rounds = by_stage(real_rounds(tables.rounds))
     rounds = rounds[is_own(rounds) & (rounds["kind"] != SEARCH)]
     by_kind = rounds.groupby([*RUN_KEY, "kind"], sort=False, observed=True)["epsilon"].max().astype(np.float64)

@@ -1,4 +1,4 @@
-"""Frames of rounds: what each stage sent and computed, its loss and accuracy, and validation accuracy over steps."""
+"""Frames of rounds: communication and compute per stage, loss and accuracy, and validation accuracy over steps."""
 
 from collections.abc import Callable, Mapping
 
@@ -73,7 +73,7 @@ def convergence(tables: Tables) -> pd.DataFrame:
 
 
 def simulated_hours(tables: Tables) -> pd.DataFrame:
-    """The simulated hours from a stage's beginning to the end of each of its rounds: the slowest clients' in sum.
+    """Cumulative simulated hours at the end of each round of a stage; a round takes as long as its slowest client.
 
     Columns: run_id, stage, rounds_done, simulated_h. Raises ValueError without the table `rounds`.
     """
@@ -81,7 +81,7 @@ def simulated_hours(tables: Tables) -> pd.DataFrame:
 
 
 def megabytes(tables: Tables) -> pd.DataFrame:
-    """The megabytes that all clients have received and sent from a stage's beginning to the end of each of its rounds.
+    """Cumulative megabytes that all clients received and sent, at the end of each round of a stage.
 
     Columns: run_id, stage, rounds_done, megabytes. Raises ValueError without the table `rounds`.
     """

@@ -42,7 +42,7 @@ class Setting:
             were given, or the keys and values in which it differs.
         run_ids: the runs, in the order in which they were requested.
         seeds: all seeds of each of these runs, as JSON text.
-        kind: what its method produces, one of the constants of `kinds`.
+        kind: what its method produces, one of the constants of `tables`, such as `TIERS`.
         config: the configuration of the first run.
         differences: the values of the dotted keys in which the experiment's settings differ; empty for one setting.
     """
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is the only setting of its experiment, whose name it has then."""
+        """Whether it is the only setting of its experiment, and therefore has the experiment's name."""
         return self.name == self.experiment
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
@@ -120,7 +120,7 @@ def _settings(
 
 
 def _given_name(tables: Tables, group: Sequence[str]) -> str | None:
-    """The name that all runs of a setting were given."""
+    """The name that all runs of a setting share; None if they have none or different ones."""
     names = {name_of(tables, run_id) for run_id in group}
     return names.pop() if len(names) == 1 else None
 
@@ -179,7 +179,7 @@ def _differences(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]],
 
 
 def _telling(values: Mapping[str, Any], others: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
-    """The keys in greedy order: each next key distinguishes this configuration from most of the remaining others."""
+    """The keys in greedy order: each next key separates this configuration from as many remaining others as it can."""
     ordered: list[str] = []
     left, same = list(keys), [o for o in others if o is not values]
     while left and len(ordered) < MOST_KEYS:
@@ -215,12 +215,12 @@ def value_text(value: Any) -> str:
 CONFIDENCE = 0.95
 
 FEWEST = 3
-"""Values from which there is an interval and a test: Student's quantile is 12.7 for two values, 4.3 for three."""
+"""Minimum number of values for an interval or a test: Student's quantile is 12.7 for two values, 4.3 for three."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of `runs` independent values and the interval mean ± half_width; null for fewer than `FEWEST` values.
+    """The mean of `runs` independent values, with the interval mean ± half_width (null for fewer than `FEWEST` values).
 
     Runs that repeat a seed are not independent: they count as one value, their mean.
     """
@@ -246,7 +246,7 @@ def estimate(values: Iterable[Any]) -> Estimate | None:
     if n < FEWEST:
         return Estimate(mean, None, n, known)
     variance = math.fsum((v - mean) ** 2 for v in known) / (n - 1)
-    from scipy.special import stdtrit  # half a second, which a few runs do not need
+    from scipy.special import stdtrit  # imported here, because it takes half a second and a few runs do not need it
 
     quantile = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2))
     return Estimate(mean, quantile * math.sqrt(variance / n), n, known)

@@ -72,7 +72,7 @@ WATCHED = "accuracy_while_training"
 def best_round(run: Tables) -> tuple[float, int] | None:
     """The highest mean test accuracy of the silos over the rounds in which it was measured, and the first such round.
 
-    Test data choose it, so that it is too high; it is what papers report (SPIDER, App. B.1). None if not measured.
+    It is chosen on test data and therefore too high, but papers report it (SPIDER, App. B.1). None if not measured.
     """
     rows = where(silos(run).evaluations, metric=WATCHED)
     rows = rows[(rows["samples"].fillna(0) > 0) & rows["value"].notna()]
@@ -158,7 +158,7 @@ def latest_architectures(tables: Tables) -> pd.DataFrame:
 
 
 def undecided_silos(tables: Tables, run_id: str) -> list[int]:
-    """The silos of a run with a search whose search is not complete."""
+    """The silos with an incomplete search, in a run whose method has a search."""
     rows = latest_architectures(only(tables, [run_id]))
     decided = decided_ones(rows["architecture"], configuration(tables, run_id))
     return [int(c) for c in rows.loc[~decided, "client_id"]]
@@ -269,14 +269,14 @@ SILO = "silo-"
 """Prefix of models in the stage `gains`: "silo-3" is the architecture of silo 3, fine-tuned on another silo's data."""
 
 BEST = "best_test_accuracy"
-"""The paper's p_ij, where it was measured: the highest test accuracy of all epochs."""
+"""The metric of the paper's p_ij, where it was measured: the highest test accuracy over all epochs."""
 
 
 def p_matrix(tables: Tables) -> pd.DataFrame:
     """p_ij, one row per (run, client_id i, silo j): the accuracy of j's architecture on i's test data.
 
-    j's architecture was fine-tuned on i's data. Columns: experiment, run_id, client_id, silo, accuracy. Pairs that were
-    not measured have no row; with `BEST`, it is the accuracy. Source: SPIDER, Sec. 5.2.2, Fig. 3.
+    j's architecture was fine-tuned on i's data. Columns: experiment, run_id, client_id, silo, accuracy (`BEST` where it
+    was measured). Pairs that were not measured have no row. Source: SPIDER, Sec. 5.2.2, Fig. 3.
     """
     rows = where(silos(tables).evaluations, stage=GAINS, split="test", metric=[METRIC, BEST])
     rows = rows[rows["client_id"].notna() & rows["model"].str.fullmatch(rf"{SILO}\d+")]

@@ -1,4 +1,4 @@
-"""The subnets of elastic supernets: readable architectures, cost and quality of each, and the cost of training k."""
+"""The subnets of elastic supernets: readable labels, cost and quality of each, and the cost of training k of them."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

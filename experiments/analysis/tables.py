@@ -1,4 +1,4 @@
-"""Loads the result tables of runs, with what the runs' methods produce and the kinds of their stages."""
+"""Loads the result tables of runs, and derives the kinds of the runs' methods and of their stages."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def load(
     experiment: str | None = None,
     tables: Iterable[str] = ALL_TABLES,
 ) -> Tables:
-    """Loads the tables of these runs (ids, their beginnings, names, tags), or of all; only of `experiment` if given.
+    """Loads the tables of runs by id, id prefix, name or tag, or of all runs; only of `experiment` if given.
 
     Results at a URL (s3://bucket/path) are downloaded first, as far as they have changed. Only the named `tables` and
     the table `runs` are read, and of `clients` only `CLIENT_COLUMNS`. Raises ValueError for an unknown run, experiment
@@ -80,7 +80,7 @@ def load(
 def paths_of(
     results: str | Path, run_ids: Sequence[str] | None = None, experiment: str | None = None
 ) -> list[RunPaths]:
-    """The runs that `load` would load, with its errors."""
+    """The paths of the runs that `load` would load, with the same errors."""
     ids = [run_ids] if isinstance(run_ids, str) else run_ids
     root = fetch(results, ids, tensors=False)
     if ids is None:
@@ -96,7 +96,7 @@ def paths_of(
 
 
 def load_paths(paths: Sequence[RunPaths], tables: Iterable[str] = ALL_TABLES) -> Tables:
-    """Loads the tables of the runs at these paths, which may be empty; `tables` and errors are those of `load`."""
+    """Loads the tables of the runs at these paths, of which there may be none; `tables` and errors are as in `load`."""
     names = {"runs", *([tables] if isinstance(tables, str) else tables)}
     # An unrequested table is read for no run, which gives an empty frame with its columns.
     frames = {name: read_table_of(paths if name in names else (), name) for name in TABLES}
@@ -132,7 +132,7 @@ def only(tables: Tables, run_ids: Sequence[str]) -> Tables:
 
 
 def where(frame: pd.DataFrame, **values: str | Collection[str]) -> pd.DataFrame:
-    """The rows whose columns have these values, or one of these values; a null has none."""
+    """The rows whose columns have these values, or one of several values; a null matches nothing."""
     for column, value in values.items():
         frame = frame[frame[column].isin([value] if isinstance(value, str) else list(value))]
     return frame
@@ -212,7 +212,7 @@ def traits_of(tables: Tables, run_id: str) -> Mapping[str, Any]:
 
 @cache
 def _of_older_runs(method: str) -> Mapping[str, Any]:
-    """A method's current traits, for older runs that recorded none; these assigned a shared model to a tier."""
+    """A method's current traits, for older runs that recorded none; such runs assigned a shared model to a tier."""
     from fedloom.platform.methods.registry import METHODS
 
     if method not in METHODS:
@@ -242,7 +242,7 @@ def for_all(tables: Tables, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_silo_clients(tables: Tables) -> Tables:
-    """The tables with `clients` of the cross-silo runs, which have few rows; other runs' rows are not read."""
+    """Adds the table `clients` of the cross-silo runs, which have few rows; other runs' rows are not read."""
     paths = [p for p in tables.paths if kind_of(tables, p.run_id) == SILOS]
     return replace(tables, clients=read_table_of(paths, "clients")) if paths else tables
 

@@ -1,4 +1,4 @@
-"""What it takes to reach a target: rounds, megabytes and simulated hours until scores on validation data reach it."""
+"""The cost of reaching a target: rounds, megabytes and simulated hours until a validation score reaches it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,20 +23,21 @@ from fedloom.platform.federation.stopping import reaches
 TARGET_METRICS = (METRIC, "loss")
 
 COSTS = ("rounds", "megabytes", "simulated_h")
-"""What a target takes, in `first_reached` and `to_target`."""
+"""The costs of reaching a target, as columns of `first_reached` and `to_target`."""
 
 _STAGE = ["run_id", "stage"]
 
 
 def first_reached(tables: Tables, target: float, metric: str = METRIC) -> pd.DataFrame:
-    """One row per run and training stage with scores on validation data: whether one reached the target, and the first.
+    """One row per run and training stage with validation scores: whether a score reached the target, and at what cost.
 
     Columns: experiment, run_id, seeds (all of them as JSON), stage, kind, tier, evaluations (their number), best (of
-    them), reached (whether one is as large an accuracy, a share, or as small a loss); and for the first that is: rounds
-    (of the stage), megabytes (received and sent by all clients) and simulated_h, both since the run began: the method's
-    earlier stages count, but not the stages of the same kind for other tiers. They are null where the target was not
-    reached. A score is the mean of the server's, or without those of the clients', as for `stop.*`; nothing is
-    interpolated. Raises ValueError for another metric than accuracy and loss.
+    their scores), reached (whether a score is at least the target for accuracy, a share, or at most the target for
+    loss); and up to the first such score: rounds (of the stage), megabytes (received and sent by all clients) and
+    simulated_h, both since the run began: the method's earlier stages count, but not the stages of the same kind for
+    other tiers. They are null where the target was not reached. A score is the mean of the server's scores, or of the
+    clients' if the server has none, as for `stop.*`; nothing is interpolated. Raises ValueError for a metric other than
+    accuracy and loss.
     """
     if metric not in TARGET_METRICS:
         raise ValueError(f"there is no target of {metric!r}: there are {', '.join(TARGET_METRICS)}")
@@ -59,12 +60,12 @@ def first_reached(tables: Tables, target: float, metric: str = METRIC) -> pd.Dat
 
 
 def to_target(tables: Tables, target: float, metric: str = METRIC) -> pd.DataFrame:
-    """One row per setting and training stage: how many of its runs reach the target, and what those need for it.
+    """One row per setting and training stage: how many of its runs reach the target, and at what cost.
 
     Columns: setting, experiment, kind, tier, runs (with such a stage), reached (how many of them reach it), best_mean;
     and for each of rounds, megabytes and simulated_h (see `first_reached`) NAME_n (seeds that reach it), NAME_mean,
-    NAME_half_width (95 %, Student's t; null below three seeds) and NAME_values (a list, by seed). Runs that never reach
-    it are in no mean, so that the means of a setting of which some do not are too small for it.
+    NAME_half_width (95 %, Student's t; null below three seeds) and NAME_values (a list, by seed). Means cover only the
+    runs that reach the target, so they are too low for a setting in which some runs do not.
     """
     frame, rows = first_reached(tables, target, metric), []
     for setting in settings_of(tables):
@@ -79,7 +80,7 @@ def to_target(tables: Tables, target: float, metric: str = METRIC) -> pd.DataFra
 
 
 def stop_targets(tables: Tables) -> list[tuple[str, float]]:
-    """The targets at which the runs were to end (stop.metric, stop.target), each once."""
+    """The distinct targets at which the runs were to stop (stop.metric, stop.target)."""
     stops: list[Mapping[str, Any]] = [configuration(tables, path.run_id).get("stop", {}) for path in tables.paths]
     known = [(str(stop["metric"]), float(stop["target"])) for stop in stops if stop.get("target") is not None]
     return list(dict.fromkeys(known))
@@ -99,7 +100,7 @@ def _over_seeds(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _scores(tables: Tables, metric: str) -> pd.DataFrame:
-    """The mean scores of every training stage on validation data: the server's, or without those the clients'.
+    """The mean validation scores of every training stage: the server's, or the clients' if the server has none.
 
     Columns: experiment, run_id, stage, kind, tier, rounds_done, score.
     """
@@ -123,7 +124,7 @@ def _scores(tables: Tables, metric: str) -> pd.DataFrame:
 
 
 def _before(tables: Tables) -> pd.DataFrame:
-    """What the method's stages before each stage took, without those of its own kind; a baseline has none before it.
+    """The cost of the method's stages before each stage, without those of the stage's own kind; 0 for a baseline.
 
     Columns: run_id, stage, megabytes_before, simulated_h_before.
     """

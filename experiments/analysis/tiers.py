@@ -72,7 +72,7 @@ def architectures(tables: Tables) -> dict[tuple[str, str], str]:
 
 
 def _search_winners(tables: Tables) -> pd.DataFrame:
-    """The candidate with the best metric or loss, then fewest MACs, by the rule of the search itself."""
+    """The winner of each tier's search, by the search's own rule: the best metric or loss, then the fewest MACs."""
     feasible = tables.candidates[tables.candidates["feasible"].fillna(False)]
     searches = {run: configuration(tables, str(run)).get("method", {}) for run in feasible["run_id"].unique()}
     by_loss = feasible["run_id"].map({run: m.get("search", {}).get("metric") for run, m in searches.items()}).eq("loss")
@@ -123,7 +123,7 @@ def _costs(tables: Tables) -> dict[tuple[str, str, Any], tuple[Any, Any, Any]]:
 
 
 def _central(rows: pd.DataFrame, models: list[str]) -> pd.DataFrame:
-    """The last value of the rows that the server measured: a row per (run_id, tier), a column per model."""
+    """The last value that the server measured: a row per (run_id, tier), a column per model."""
     rows = rows[rows["client_id"].isna()]
     table = rows.pivot_table(index=["run_id", "tier"], columns="model", values="value", aggfunc="last")
     return table.reindex(columns=models).astype("float64").rename_axis(columns=None)
@@ -208,7 +208,7 @@ def _share(front: np.ndarray, ideal: Point, reference: Point) -> float:
 PERPLEXITY = "perplexity"
 
 LARGEST_EXPONENT = 700.0
-"""As in scoring, so that the perplexity of a diverged model stays finite."""
+"""Cap of the loss, as in scoring, so that the perplexity of a diverged model stays finite."""
 
 
 def perplexity_of(loss: float) -> float:
@@ -222,11 +222,11 @@ def text_run_ids(tables: Tables) -> frozenset[str]:
 
 
 def with_perplexity(per_tier: pd.DataFrame, tables: Tables) -> pd.DataFrame:
-    """`frames.per_tier` with further columns, if any run was measured by perplexity.
+    """Adds perplexity columns to the frame of `per_tier`, if any run was measured by perplexity.
 
     They are search_perplexity (of the tier's architecture in the search, validation data), perplexity_MODEL (whole test
-    set), perplexity_gain (rand_init minus fine_tuned: how much lower it is), and clients_MODEL_mean, _std and _worst
-    (the highest, over the tier's clients on their own test data), which a row of tier "all" has of all clients.
+    set), perplexity_gain (rand_init minus fine_tuned, the reduction), and clients_MODEL_mean, _std and _worst (the
+    highest) over the tier's clients on their own test data; a row of tier "all" has those over all clients.
     """
     rows = where(for_all(tables, tables.evaluations), split="test", metric=PERPLEXITY)
     models = shown_models(list(rows.loc[rows["client_id"].isna(), "model"]))
@@ -252,7 +252,7 @@ FAIRNESS = ("mean", "std", "worst")
 
 
 def fairness_by_tier(fairness: pd.DataFrame, prefix: str = "") -> pd.DataFrame:
-    """`clients.fairness` as a row per (run, tier), with the columns PREFIX MODEL_mean, MODEL_std and MODEL_worst."""
+    """`clients.fairness` with one row per (run, tier): MODEL_mean, MODEL_std and MODEL_worst, each after `prefix`."""
     key = [*RUN_KEY, "tier"]
     pieces = [
         fairness.pivot(index=key, columns="model", values=what).add_prefix(prefix).add_suffix(f"_{what}")

@@ -1,7 +1,7 @@
 """The list of all runs and ablations, which follows their files: only what has changed is read again.
 
-The status and the names of runs are small files that are read at once. What the list shows of their tables follows, the
-newest runs first, in a thread that rests while nothing changes.
+The status and the names of runs are small files that are read immediately. The values from their tables follow, newest
+runs first, in a background thread that sleeps while nothing changes.
 """
 
 import json
@@ -32,19 +32,19 @@ from fedloom.platform.results.tables import TABLES, conform, read_part, stored_p
 from fedloom.platform.words import said, shown
 
 LONGEST = 200
-"""Characters of a name, a tag or a message in the list."""
+"""Maximum number of characters of a name, a tag or a message in the list."""
 MOST_TAGS = 20
 RUN_COLUMNS = ("method", "dataset", "started", "ended", "ablation", "trial")
-"""What the list shows of the table `runs`."""
+"""The columns of the table `runs` that the list shows."""
 EVALUATION_COLUMNS = ("stage", "model", "client_id", "split", "metric", "value")
 
 SETTLED_NS = 2_000_000_000
-"""The age from which the time of a folder's last change tells all changes."""
+"""The age of a folder's modification time, in ns, from which it is certain to cover all changes."""
 
 UNREADABLE = (
     ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, pa.ArrowException
 )  # fmt: skip
-"""What damaged or foreign files raise; the page says it in the run's place."""
+"""The exceptions that damaged or foreign files raise; the page shows them in place of the run."""
 
 Stamps = tuple[Stamp | None, ...]
 
@@ -57,12 +57,12 @@ def read_columns(paths: RunPaths, table: str, columns: tuple[str, ...]) -> pa.Ta
 
 
 def stamps_of(paths: RunPaths, *tables: str) -> Stamps:
-    """The stamps of the files of a run's tables, by which a change of any of them is noticed."""
+    """The stamps of the files of a run's tables, which differ if any of the files has changed."""
     return tuple(stamp_of(part) for table in tables for part in stored_parts(paths.table(table)))
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it for browsers: null for what is not finite, times in seconds since 1970."""
+    """The value for browsers' JSON: null for numbers that are not finite, times in seconds since 1970."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value.timestamp() if isinstance(value, datetime) else value
@@ -70,9 +70,9 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Seen:
-    """A run as it was read last; `values` is what the list shows, `version` when that changed last.
+    """A run as it was last read; `values` is what the list shows, `version` the index's version when that last changed.
 
-    `watched` are the files that are looked at every time, and `files` what they were.
+    `watched` are the files that every refresh checks, and `files` their stamps when they were last read.
     """
 
     paths: RunPaths
@@ -89,7 +89,7 @@ class Index:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.epoch = secrets.token_hex(4)
-        """Tells the versions of this index from those of another process."""
+        """Distinguishes the versions of this index from those of another process."""
         self.parts_read = 0
         """The number of times that a run's tables were read for the list."""
         self._lock = threading.Lock()
@@ -112,20 +112,20 @@ class Index:
             return self._runs[run_id].paths
 
     def refresh(self) -> None:
-        """Looks at the folders, and reads again what changed in them."""
+        """Checks the folders, and reads again what has changed in them."""
         with self._lock:
             self._find_runs()
             for run_id, seen in self._runs.items():
                 try:
                     self._look_at(run_id, seen)
-                except OSError as error:  # of a folder that others may not read, say
+                except OSError as error:  # such as a folder without read permission
                     self._update(run_id, seen, _unknown(seen.paths, said(error)))
             self._look_at_ablations()
         if self._waiting:
             self._wake.set()
 
     def changes(self, since: str) -> dict[str, Any]:
-        """What changed since the answer whose `version` this is; all runs if it is none of this index's."""
+        """What changed since the answer with version `since`; all runs if this index did not give that version."""
         epoch, _, number = since.partition(".")
         known = int(number) if epoch == self.epoch and number.isdecimal() and len(number) < 16 else None
         with self._lock:
@@ -149,18 +149,18 @@ class Index:
     # -- folders and small files, at every refresh ---------------------------------------------------------------------
 
     def _find_runs(self) -> None:
-        """Lists the runs if an entry was added to the folder of an experiment, or removed from it."""
+        """Lists the runs again if the folder of an experiment has gained or lost an entry."""
         folders: dict[Path, int] = {}
         for path in self.root.glob("*/experiment=*"):
             with suppress(OSError):
                 if path.is_dir():
                     folders[path] = path.stat().st_mtime_ns
-        # Two runs may be added within one tick of the file system's clock, of which the first was listed.
+        # Of two runs added within one tick of the file system's clock, only the first may have been listed.
         is_settled = max(folders.values(), default=0) < self._listed_ns - SETTLED_NS
         if folders == self._folders and is_settled:
             return
         self._listed_ns = time.time_ns()
-        # With the stamps from before the listing: a run that is added meanwhile changes them once more.
+        # The stamps from before the listing: a run that is added meanwhile changes them again.
         self._folders = folders
         listed = {paths.run_id: paths for paths in list_runs(self.root)}
         for run_id in [*self._runs]:
@@ -176,7 +176,7 @@ class Index:
 
     def _look_at(self, run_id: str, seen: Seen) -> None:
         files = (stamp_of(seen.watched[0]), stamp_of(seen.watched[1]))
-        # A run that says that it is running may have died or stalled, which its file does not tell.
+        # A run whose file says that it is running may have died or stalled since.
         if files == seen.files and seen.values.get("state") not in ("running", "stalled"):
             return
         values = {**seen.values, **_small_files(seen.paths, has_names=files[1] is not None)}
@@ -206,7 +206,7 @@ class Index:
     # -- tables, in a thread -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to read the tables of the runs that `refresh` finds changed."""
+        """Starts the thread that reads the tables of the runs that `refresh` finds changed."""
         self._reader = threading.Thread(target=self._read_tables, name="board-reader", daemon=True)
         self._reader.start()
 
@@ -225,7 +225,7 @@ class Index:
                 pass
 
     def read_next(self) -> bool:
-        """Reads the tables of one run that waits for it; False if none does."""
+        """Reads the tables of the newest waiting run; False if no run waits."""
         with self._lock:
             if not self._waiting:
                 return False
@@ -248,7 +248,7 @@ class Index:
 
 
 def _small_files(paths: RunPaths, *, has_names: bool) -> dict[str, Any]:
-    """What a run's status and names say; a damaged or missing status has the state unknown."""
+    """The list's values from a run's status and names; the state is unknown if the status is damaged or missing."""
     names = read_names(paths.artifacts) if has_names else NO_NAMES
     known = {
         **_unknown(paths, ""),
@@ -263,7 +263,7 @@ def _small_files(paths: RunPaths, *, has_names: bool) -> dict[str, Any]:
 
 
 def _unknown(paths: RunPaths, why: str) -> dict[str, Any]:
-    """What is said of a run whose files cannot be read."""
+    """The list's values for a run whose files cannot be read."""
     known: dict[str, Any] = {"id": paths.run_id, "preset": paths.experiment, "name": None, "tags": []}
     return {**known, "state": "unknown", "stage": "", "round": 0, "rounds": 0, "message": why, "beat": None}
 
@@ -275,13 +275,13 @@ def _of_status(status: Status) -> dict[str, Any]:
         "round": status.round_shown if status.stage else 0,
         "rounds": status.rounds_total,
         "message": shown(status.message, most=LONGEST),
-        # In steps of ten seconds: the list would else change with every beat of a heart.
+        # In steps of ten seconds: otherwise the list would change with every heartbeat.
         "beat": plain(status.heartbeat // 10 * 10),
     }
 
 
 def _driver(folder: Path) -> dict[str, Any]:
-    """How far an ablation is, as its driver wrote it; its trials are not looked at."""
+    """An ablation's progress as its driver recorded it; the trials' own files are not read."""
     known = {"id": folder.name, "state": "interrupted", "ended": 0, "planned": 0, "message": "no trial was begun"}
     try:
         if not (folder / STATUS).exists():
@@ -294,7 +294,7 @@ def _driver(folder: Path) -> dict[str, Any]:
 
 
 def _of_tables(paths: RunPaths) -> dict[str, Any]:
-    """What the list shows of a run's tables; `problem` says why one of them cannot be read."""
+    """The list's values from a run's tables; `problem` says why one of them cannot be read."""
     values: dict[str, Any] = {**dict.fromkeys(RUN_COLUMNS), "accuracy": None, "validation": None, "problem": None}
     try:
         for row in read_columns(paths, "runs", RUN_COLUMNS).to_pylist()[:1]:

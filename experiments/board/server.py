@@ -1,8 +1,8 @@
-"""The board's web server: which requests are answered, and what of the results.
+"""The board's web server: checks requests and answers them from the results.
 
-It serves on loopback without a login. Another page that the browser shows must not read it: hosts are checked (a name
-that is bound to 127.0.0.1 is refused), answers are not shared between origins, and nothing but GET reads results. What
-comes from results, names and messages and paths, is a stranger's: pages get it as JSON and show it as text.
+It serves on loopback without a login. Other pages in the same browser must not be able to read it: hosts are checked (a
+foreign name that resolves to 127.0.0.1 is refused), answers are not shared between origins, and only GET reads results.
+Names, messages and paths from results are untrusted: pages get them as JSON and show them as text.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {file.name for file in STATIC.iterdir() if file.suffix in TYPES}
 OPEN = {"/board.css", "/icon.svg", "/login.html", "/login"}
-"""What is served without the token: the page that asks for it."""
+"""The paths served without the token: those of the page that asks for it."""
 LEAST_TOKEN = 16
 MOST_RUNS = 200
-"""Runs in one view."""
+"""Maximum number of runs in one view."""
 REFRESH_S = 1.0
-"""Least time between two looks at the results, however many pages are open."""
+"""Minimum time between two refreshes of the index, however many pages are open."""
 COOKIE = "fedloom_board"
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'; frame-ancestors 'none'"
-"""Reports need no scripts, and one that a stranger put into the results gets none."""
+"""Reports need no scripts, so that none may run in one that a stranger put into the results."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -57,7 +57,7 @@ HEADERS = {
 
 
 def check_address(host: str, token: str) -> None:
-    """Raises ValueError for an interface that others reach without a token, and for a token that is easily guessed."""
+    """Raises ValueError for a host that other machines can reach without a token, and for a token that is too short."""
     if token and len(token) < LEAST_TOKEN:
         raise ValueError(f"the token has {len(token)} characters: give at least {LEAST_TOKEN}")
     if not token and not is_loopback(host):
@@ -68,7 +68,7 @@ def check_address(host: str, token: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host; of names only `localhost` is known to be so."""
+    """Whether only this machine can reach the host; the only accepted name is `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -76,7 +76,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Board:
-    """The application: an index of the results and a reader of their tables behind a few addresses."""
+    """The application: an index of the results and a reader of their tables behind a few routes."""
 
     def __init__(self, results: Path, host: str, token: str = "") -> None:
         check_address(host, token)
@@ -107,7 +107,7 @@ class Board:
             ]
         )
 
-    # -- who may ask ---------------------------------------------------------------------------------------------------
+    # -- access control ------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -130,7 +130,7 @@ class Board:
         return response
 
     def _is_own_name(self, host: str) -> bool:
-        """Whether a browser that asks for this host means this server: a foreign name may lead here as well."""
+        """Whether the requested host is this server's own: a foreign name may resolve to its address as well."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -152,13 +152,13 @@ class Board:
         return hmac.compare_digest(bearer, self._token) or hmac.compare_digest(cookie, self._pass().encode())
 
     def _pass(self) -> str:
-        """What the browser keeps in place of the token."""
+        """The cookie that the browser keeps in place of the token."""
         return hmac.new(self._token, b"fedloom board", hashlib.sha256).hexdigest()
 
     async def _login(self, request: web.Request) -> web.StreamResponse:
         given_token = str((await request.post()).get("token", "")).encode()
         if not self._token or not hmac.compare_digest(given_token, self._token):
-            await asyncio.sleep(0.5)  # guessing is slow
+            await asyncio.sleep(0.5)  # slows guessing down
             response = await self._file(request, "login.html")
             response.set_status(401)
             return response
@@ -166,14 +166,14 @@ class Board:
         answer.set_cookie(COOKIE, self._pass(), httponly=True, samesite="Strict", path="/")
         return answer
 
-    # -- what is answered ----------------------------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------------------------------
 
     async def _file(self, request: web.Request, name: str) -> web.Response:
         body = await asyncio.to_thread((STATIC / name).read_bytes)
         return _answer(request, lambda: body, hashlib.sha256(body).hexdigest()[:16], TYPES[Path(name).suffix])
 
     async def refresh(self) -> None:
-        """Looks at the results, unless somebody just did."""
+        """Refreshes the index, unless that was done less than `refresh_s` seconds ago."""
         async with self._refreshing:
             now_s = asyncio.get_running_loop().time()
             if now_s >= self._next_refresh_s:
@@ -186,14 +186,14 @@ class Board:
         return web.Response(body=body, content_type="application/json")
 
     def _paths(self, request: web.Request, most: int = MOST_RUNS) -> list[RunPaths]:
-        """The runs that a request names: ids of listed runs only, so that no path is made of anything else."""
+        """The runs that a request names; only ids of listed runs are accepted, so that no other text becomes a path."""
         ids = list(dict.fromkeys(request.query.getall("run", [])))
         if not 0 < len(ids) <= most:
             raise ValueError(f"{len(ids)} runs were named: name 1 to {most}")
         return [self.index.paths_of(run_id) for run_id in ids]
 
     async def _view(self, request: web.Request, stamps: Callable[[], Stamps], make: Callable[[], Any]) -> web.Response:
-        """The JSON of a view, or 304 if the files are those of the answer that the browser has."""
+        """The JSON of a view, or 304 if the files have not changed since the answer that the browser has."""
 
         def answer() -> web.Response:
             tag = hashlib.sha256(repr((self.index.epoch, request.query_string, stamps())).encode()).hexdigest()[:20]
@@ -255,7 +255,7 @@ class Board:
         return await self._view(request, stamps, view)
 
     async def _ablation_of(self, request: web.Request) -> tuple[Path, Callable[[], Stamps]]:
-        """The folder of the ablation that a request names, and the stamps of what its views show."""
+        """The folder of the ablation that a request names, and a function for the stamps that its views depend on."""
         name, root = request.query.get("ablation", ""), self.index.root
         if name not in await asyncio.to_thread(ablation_ids, root):
             raise ValueError(f"no ablation {shown(name)} under {root}")
@@ -278,7 +278,7 @@ def _text(status: int, text: str) -> web.Response:
 
 
 def _answer(request: web.Request, make: Callable[[], bytes], tag: str, kind: str) -> web.Response:
-    """The body with its tag, or 304 if the browser has the one with this tag."""
+    """The body with its ETag, or 304 if the browser already has the body with this tag."""
     headers = {"ETag": f'"{tag}"'}
     if request.headers.get("If-None-Match") == headers["ETag"]:
         return web.Response(status=304, headers=headers)
@@ -287,9 +287,9 @@ def _answer(request: web.Request, make: Callable[[], bytes], tag: str, kind: str
 
 
 async def serve(results: Path, host: str, port: int, token: str, tell: Callable[[str], None]) -> None:
-    """Serves until the process is asked to end; `tell` gets the page's URL when it can be opened.
+    """Serves until SIGINT or SIGTERM; `tell` gets the page's URL when it can be opened.
 
-    Raises ValueError for an address that cannot be had.
+    Raises ValueError for an address that cannot be bound.
     """
     board = Board(results, host, token)
     ended = asyncio.Event()
@@ -310,7 +310,7 @@ async def serve(results: Path, host: str, port: int, token: str, tell: Callable[
         port = runner.addresses[0][1]
         name = platform.node() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         tell(f"http://{name}:{port}/")
-        await board.refresh()  # whoever opens the page finds the runs listed
+        await board.refresh()  # so that the page finds the runs listed
         await ended.wait()
     finally:
         await runner.cleanup()
@@ -320,5 +320,5 @@ async def serve(results: Path, host: str, port: int, token: str, tell: Callable[
 def run_board(results: Path, host: str, port: int, token: str, tell: Callable[[str], None]) -> None:
     """`serve` for a command; returns after Ctrl-C or SIGTERM."""
     check_address(host, token)
-    sys.setswitchinterval(0.002)  # the page's requests come before the reading behind
+    sys.setswitchinterval(0.002)  # lets the page's requests interrupt the background reading
     asyncio.run(serve(results, host, port, token, tell))

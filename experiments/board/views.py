@@ -1,6 +1,6 @@
-"""What the board shows of chosen runs, as JSON values: curves, clients, fronts, ablations, configurations.
+"""The board's views of chosen runs, as JSON values: curves, clients, fronts, ablations, configurations.
 
-Each view is a function of results that `Reader` has read, and reads a run's tables again only when their files changed.
+Each view is a function that gets results from a `Reader`, which rereads a run's tables only if their files changed.
 """
 
 import threading
@@ -41,13 +41,13 @@ from fedloom.platform.results.tables import COLUMNS, TABLES, unit_of
 from fedloom.platform.words import said, shown
 
 MOST_CACHED_BYTES = 1 << 28
-"""Memory for tables that were read before, 256 MiB."""
+"""Memory for cached tables, 256 MiB."""
 MOST_ROWS = 400_000
-"""Rows of clients in one heat map; of more, the last rounds are shown."""
+"""Maximum number of clients' rows in one heat map; beyond it, only the last rounds are shown."""
 
 
 class Reader:
-    """Reads columns of runs' tables and remembers them until their files change; for several threads."""
+    """Reads columns of runs' tables and caches them until their files change; thread-safe."""
 
     def __init__(self, most_bytes: int = MOST_CACHED_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -63,7 +63,7 @@ class Reader:
         return self.value((paths, table, columns), stamps, lambda: _sized(read_columns(paths, table, columns)))
 
     def value(self, key: Any, stamps: tuple[Any, ...], make: Callable[[], tuple[Any, int]]) -> Any:
-        """What `make` returned beside its size in bytes when the files had these stamps."""
+        """The cached value for files with these stamps, or else the one that `make` returns with its size in bytes."""
         value = self.known(key, stamps)
         if value is None:
             value, size_bytes = make()
@@ -71,7 +71,7 @@ class Reader:
         return value
 
     def known(self, key: Any, stamps: tuple[Any, ...]) -> Any:
-        """What is remembered of files with these stamps; None if nothing is."""
+        """The cached value for files with these stamps; None if there is none."""
         with self._lock:
             if key not in self._known or self._known[key][0] != stamps:
                 return None
@@ -79,7 +79,7 @@ class Reader:
             return self._known[key][1]
 
     def remember(self, key: Any, stamps: tuple[Any, ...], value: Any, size_bytes: int) -> None:
-        """Remembers a value that was made from files with these stamps, and forgets those not asked for the longest."""
+        """Caches a value made from files with these stamps; evicts the least recently used ones beyond the limit."""
         with self._lock:
             self.read += 1
             self._size_bytes += size_bytes - self._known.pop(key, ((), None, 0))[2]
@@ -93,7 +93,7 @@ class Reader:
         return dict(config)
 
     def trained_by(self, paths: RunPaths) -> RunPaths:
-        """The run that has the rows of the supernet's training: itself, unless it took another run's supernet."""
+        """The run whose tables record the supernet's training: itself, unless it took another run's supernet."""
         _, source = self.value((paths, "config"), stamps_of(paths, "runs"), partial(_configuration, paths))
         return next(iter(runs_called(paths.root, source)), paths) if source not in (None, paths.run_id) else paths
 
@@ -115,9 +115,9 @@ def _configuration(paths: RunPaths) -> tuple[tuple[dict[str, Any], str | None], 
 
 
 def labels(reader: Reader, runs: Sequence[RunPaths]) -> dict[str, str]:
-    """A name for each run: its preset if they have several, and how its configuration differs from others of it.
+    """A name for each run: its preset if there are several, and how its configuration differs within the preset.
 
-    Seeds count, because a curve is of one run. Runs that differ in nothing, and damaged ones, end with their id.
+    Seeds count as differences, because a curve shows one run. Names of equal and of damaged runs end with their id.
     """
     configs: dict[str, dict[str, dict[str, Any]]] = {}
     for paths in runs:
@@ -192,7 +192,7 @@ def report_file(root: Path, name: str) -> Path:
 
 
 def has_report(root: Path, name: str) -> bool:
-    """Whether there is such a page; a link is none."""
+    """Whether that page exists; symbolic links do not count."""
     file = report_file(root, name)
     return file.is_file() and not any(path.is_symlink() for path in (file, file.parent, file.parent.parent))
 
@@ -210,10 +210,10 @@ SERVER, CLIENTS, NO_SPLIT = "server", "clients", "none"
 
 
 def metrics(reader: Reader, runs: Sequence[RunPaths]) -> dict[str, list[str]]:
-    """The stages that these runs trained in, in their order, and the metrics of which there are curves.
+    """The training stages of these runs, in their order, and the metrics that have curves.
 
-    A metric is a column of `rounds` that some run has values of, or WHERE/SPLIT/NAME of the table `evaluations`, which
-    was measured on the server's data or on clients'.
+    A metric is a column of `rounds` with values in some run, or WHERE/SPLIT/NAME from the table `evaluations`, where
+    WHERE is server or clients, on whose data it was measured.
     """
     stages: dict[str, None] = {}
     columns: set[str] = set()
@@ -249,9 +249,9 @@ def _metrics(paths: RunPaths) -> tuple[tuple[list[str], set[str], set[str]], int
 def curves(reader: Reader, runs: Sequence[RunPaths], stage: str, metric: str, axis: str) -> dict[str, Any]:
     """Per run the values of a metric over rounds, megabytes, or simulated hours since the stage's beginning.
 
-    `metric` is one of `metrics`; of what was measured several times after one round it is the mean. Without a stage it
-    is the one that the run begins with, be it the training of a supernet that it took from another run. `problem` says
-    why a run cannot be read.
+    `metric` is one of `metrics`; several measurements after one round are averaged. The default stage is the one that
+    the run begins with, which may be the training of a supernet that it took from another run. `problem` says why a run
+    cannot be read.
     """
     if axis not in AXES:
         raise ValueError(f"axis={shown(axis)}: there are {', '.join(AXES)}")
@@ -283,7 +283,7 @@ def _trained_by(reader: Reader, paths: RunPaths) -> RunPaths:
 
 
 def _scores(reader: Reader, paths: RunPaths, stage: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """The rounds after which a metric of `evaluations` was measured, and the means of what was measured then."""
+    """The rounds after which a metric of `evaluations` was measured, and its mean after each."""
     where, split, name = [*metric.split("/", 2), "", ""][:3]
     table = reader.table(paths, "evaluations", SCORE_COLUMNS)
     is_split = pa.compute.is_null(table["split"]) if split == NO_SPLIT else pa.compute.equal(table["split"], split)
@@ -313,7 +313,7 @@ def _curve(
 
 
 def _since_the_beginning(frame: pa.Table, rounds: np.ndarray, done: np.ndarray, axis: str) -> np.ndarray:
-    """Megabytes or simulated hours until so many rounds were done; nothing before the first."""
+    """Megabytes or simulated hours spent until `done` rounds were completed; 0 before the first."""
     columns = [frame[name].fill_null(0).to_numpy() for name in ("bytes_down", "bytes_up", "simulated_s")]
     spent = (columns[0] + columns[1]) / 1e6 if axis == "megabytes" else columns[2] / 3600
     if not len(rounds):
@@ -322,7 +322,7 @@ def _since_the_beginning(frame: pa.Table, rounds: np.ndarray, done: np.ndarray, 
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """The values in seven digits, which is enough for a picture: an answer is half as long."""
+    """The values rounded to seven digits, which is enough for a plot and halves the size of an answer."""
     size = np.abs(values)
     scale = 10.0 ** (6 - np.floor(np.log10(size, where=size > 1e-280, out=np.zeros(len(size)))))
     rounded: list[float] = (np.round(values * scale) / scale).tolist()
@@ -335,9 +335,9 @@ CLIENT_MEASURES = ("metric", "loss", "simulated_s", "bytes_up", "bytes_down", "s
 
 
 def clients(reader: Reader, paths: RunPaths, stage: str, measure: str) -> dict[str, Any]:
-    """Who took part in which round of a stage, how it ended, and a measure: a column of each, with a row per task.
+    """The client tasks of a stage as columns, with a row per task: round, client, final state and a measure.
 
-    `accuracy` is each client's accuracy on its own test data in the end, by client, the mean over models.
+    `accuracy` is each client's final accuracy on its own test data, by client, averaged over models.
     """
     if measure not in ("", *CLIENT_MEASURES):
         raise ValueError(f"measure={shown(measure)}: there are {', '.join(CLIENT_MEASURES)}")
@@ -389,7 +389,7 @@ OF_CANDIDATES = CANDIDATE_COLUMNS[2:]
 
 
 def fronts(reader: Reader, paths: RunPaths) -> dict[str, Any]:
-    """The candidates of a run's searches, by tier or target, in the order of their scoring, as columns."""
+    """The candidates of a run's searches, by tier or target, as columns in the order in which they were scored."""
     table = reader.table(paths, "candidates", CANDIDATE_COLUMNS)
     by_tier: dict[str, dict[str, list[Any]]] = {}
     for row in table.to_pylist():
@@ -401,11 +401,11 @@ def fronts(reader: Reader, paths: RunPaths) -> dict[str, Any]:
 
 
 def _tiers_first(name: str) -> tuple[Any, ...]:
-    return (name in (SAMPLES, FRONT), *natural(name))  # what a predictor learned from, and the front of all
+    return (name in (SAMPLES, FRONT), *natural(name))  # a predictor's training samples and the overall front
 
 
 def architecture(paths: RunPaths, text: str) -> dict[str, str]:
-    """An architecture by the names of its operators."""
+    """An architecture as text, with the names of its operators."""
     return {"text": shown(decoded(load_paths([paths], ["runs"]), paths.run_id, text), most=2000)}
 
 
@@ -456,7 +456,7 @@ Outcomes = dict[str, float | None]
 
 
 def _outcomes(reader: Reader, root: Path, ablation: Ablation) -> tuple[dict[str, Outcomes], dict[str, str]]:
-    """By run the outcomes, and what is wrong with others; only those of trials whose tables changed are computed."""
+    """Outcomes and problems, by run id; computes only the outcomes of trials whose tables changed."""
     outcomes: dict[str, Outcomes] = {}
     problems: dict[str, str] = {}
     changed: dict[RunPaths, Stamps] = {}
@@ -485,7 +485,7 @@ def _outcomes(reader: Reader, root: Path, ablation: Ablation) -> tuple[dict[str,
 
 
 def importance_view(reader: Reader, root: Path, folder: Path, measure: str) -> dict[str, Any]:
-    """How much each axis, and on a grid each pair of axes, decides about an outcome (see `importances`)."""
+    """How much each axis, and on a grid each pair of axes, affects an outcome (see `importances`)."""
     if measure not in OUTCOMES:
         raise ValueError(f"measure={shown(measure)}: there are {', '.join(OUTCOMES)}")
     ablation = planned(reader, folder)
@@ -502,7 +502,7 @@ def importance_view(reader: Reader, root: Path, folder: Path, measure: str) -> d
         rows = rows.sort_values(["order", "importance"], ascending=[True, False], key=_seeds_last)
         return rows.to_dict("records"), 1000
 
-    # Not by the stamps of files: those of running trials change every second, and a forest takes seconds.
+    # Cached by values, not by files' stamps: those of running trials change every second, and a forest takes seconds.
     rows = reader.value((folder, "importances", measure), tuple(zip(columns["seed"], values, strict=True)), make)
     return {"measure": measure, "importances": rows}
 

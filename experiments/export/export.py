@@ -59,7 +59,7 @@ Card = dict[str, Any]
 
 @dataclass(frozen=True)
 class Exported:
-    """The card, equal to NAME.json, and the paths of the files."""
+    """The model card, equal to NAME.json, and the paths of the written files."""
 
     card: Card
     files: Mapping[str, Path]
@@ -89,8 +89,8 @@ def export(
     """Writes the wanted model of a run as OUT/NAME.FORMAT and its card OUT/NAME.json.
 
     The default of `out` is RESULTS/exports/RUN. Every file is run on the whole validation set before any is written.
-    Raises ValueError for an unknown run, model, architecture or format, and if a file computes other outputs than the
-    model.
+    Raises ValueError for an unknown run, model, architecture or format, and if a file's outputs differ from the
+    model's.
     """
     check_wanted(wanted)
     check_formats(formats)
@@ -104,10 +104,10 @@ def export(
 
 
 def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArray[np.bool_], str]]:
-    """Runs the models that a run kept on its whole test set: which samples each classifies correctly.
+    """Runs the models that a run kept on its whole test set; returns which samples each classifies correctly.
 
-    By (model, tier, subnet) as in the table `evaluations`, with a hash of the samples' labels; a supernet is no model.
-    Raises ValueError if the run's data is not there, and for texts, whose samples have many labels.
+    Keys are (model, tier, subnet) as in the table `evaluations`, values a boolean per sample and a hash of the labels.
+    Supernets are left out. Raises ValueError if the run's data is missing, and for texts, which have many labels each.
     """
     _, config = stored_config(paths.root, paths.run_id)
     world = stored_world(paths, config)
@@ -173,7 +173,7 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
 
 
 def _reference(worker: Worker, chosen: Chosen, module: nn.Module) -> Forward:
-    """The supernet run with the architecture; the module itself if it stands alone or has own running statistics."""
+    """The supernet with the architecture, or the module itself if it stands alone or has own running statistics."""
     if chosen.stand_alone or worker.space.keeps_statistics:
         return module
     supernet = worker.load_whole(chosen.weights, None)
@@ -339,7 +339,7 @@ def recorded(paths: RunPaths, chosen: Chosen) -> list[Card]:
 
 
 def with_files(card: Card, name: str, encoded: Mapping[str, Encoded]) -> Card:
-    """Adds the names, sizes and hashes of the files to the card, and the only length of tokens that a file takes."""
+    """Adds each file's name, size and hash to the card, and the number of tokens that it requires, if fixed."""
     files = {
         kind: {"file": f"{name}.{kind}", "sha256": content_hash(file.content), "size_bytes": len(file.content)}
         | ({} if file.length is None else {"length": file.length})

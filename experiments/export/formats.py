@@ -32,7 +32,7 @@ Forward = Callable[[Any], Tensor]
 class Encoded:
     """The content of one file, and the forward pass of the model that is loaded from this content.
 
-    `length` is the number of tokens that it takes, None for any number, and for inputs that are no tokens.
+    `length` is the number of tokens that the model requires; None if it takes any number, or if inputs are no tokens.
     """
 
     content: bytes
@@ -53,9 +53,9 @@ def check_formats(formats: Sequence[str]) -> None:
 def encode(module: nn.Module, sample: Tree, formats: Sequence[str]) -> dict[str, Encoded]:
     """Encodes the module, which is in evaluation mode, in every given format.
 
-    `sample` is a batch of two or more inputs. The encoded model has a free batch size and, for tokens (one tensor of
-    integers), a free length, unless it has a step per token, as recurrent networks do: programs and ONNX then take the
-    sample's. Several inputs are passed by their names. Raises ValueError if torch cannot export the module.
+    `sample` is a batch of two or more inputs. The encoded model takes any batch size and, for tokens (one tensor of
+    integers), any length; if it has a step per token, as recurrent networks do, programs and ONNX take only the
+    sample's length. Several inputs are passed by their names. Raises ValueError if torch cannot export the module.
     """
     encoded: dict[str, Encoded] = {}
     if "safetensors" in formats:
@@ -75,11 +75,11 @@ def encode(module: nn.Module, sample: Tree, formats: Sequence[str]) -> dict[str,
 
 
 Shapes = dict[str, dict[int, Dim]]
-"""The sizes of inputs that are free, by the inputs' names."""
+"""The dynamic dimensions of every input, by the inputs' names."""
 
 
 def _traced(module: nn.Module, sample: Tree) -> tuple[ExportedProgram, Shapes]:
-    """The program, and the sizes of its inputs that are free."""
+    """The exported program, and the dynamic dimensions of its inputs."""
     batch = {0: Dim("batch")}
     if isinstance(sample, Mapping):
         shapes = dict.fromkeys(sample, batch)
@@ -122,7 +122,7 @@ def _program(module: nn.Module, inputs: tuple[Tensor, ...], by_name: dict[str, T
 def _pt2(program: ExportedProgram) -> Encoded:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # Of weights with the channels last: torch takes them for parts of their memory, all of which it stores.
+        # For channels-last weights: torch takes them for views of a larger storage, and stores all of it.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
         torch.export.save(program, buffer)
     content = buffer.getvalue()
@@ -174,7 +174,7 @@ class Agreement:
     samples: int = 0
 
     def add(self, expected: Tensor, output: Tensor, counts: Tensor) -> None:
-        """Adds a batch; `counts` says which targets count."""
+        """Adds a batch; `counts` is the mask of the targets that count."""
         # Python's max may drop NaN; torch's max keeps it.
         difference = float((output - expected).abs().max()) if output.shape == expected.shape else math.nan
         self.max_abs_difference = difference if math.isnan(difference) else max(self.max_abs_difference, difference)
@@ -196,7 +196,7 @@ class Comparison:
 
 @torch.no_grad()
 def compare(reference: Forward, files: Mapping[str, Forward], data: Samples | StoredSamples) -> Comparison:
-    """Runs the model and its files on all samples, with the batch size with which runs score models.
+    """Runs the model and its files on all samples, in the batch size that runs use for scoring.
 
     `data` holds inputs of shape (n, ...) and labels of shape (n,) or (n, T); padding does not count.
     """

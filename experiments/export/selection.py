@@ -18,12 +18,12 @@ from fedloom.platform.spaces.slices import Architecture, Weights, architecture_i
 OF_A_TIER = ("fine_tuned", "supernet_init", "rand_init")
 """Models that a run keeps for a tier, in order of preference."""
 CUT = (SUPERNET, "supernet_init", SEARCHED)
-"""Models of the tables that have the supernet's own weights, so that their scores belong to any equal subnet."""
+"""Models in the tables that use the supernet's own weights, so that their scores hold for any equal subnet."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The requested model: one of tier, target and architecture, or `model`, alone or with a tier; else the only one.
+    """The requested model: by tier, target or architecture, or by `model`, alone or with a tier; else the only one.
 
     `target` has the form "macs=1e9"; `architecture` is parsed by the space (`smallest`, "d=1,0,2,1 e=.14", "3-1-8-0").
     """
@@ -104,7 +104,7 @@ def target_label(text: str) -> str:
 
 
 def _is_searched(paths: RunPaths, world: World) -> bool:
-    """Whether the models of tiers are subnets of a supernet that the run kept."""
+    """Whether the tiers' models are subnets of a supernet that the run kept."""
     return method_of(world.config.method).kind == "subnets" and SUPERNET in list_models(paths)
 
 
@@ -161,7 +161,7 @@ def _kept(paths: RunPaths, world: World, name: str) -> Chosen:
 
 
 def _cut(paths: RunPaths, architecture: Architecture, label: str) -> Chosen:
-    """A subnet of the run's supernet, a kept model or, of methods that search once, in the checkpoint."""
+    """A subnet of the run's supernet, which is a kept model or, for methods that search once, in the checkpoint."""
     known = list_models(paths)
     if SUPERNET in known:
         return Chosen(label, architecture, load_model(paths, SUPERNET)[0], False, SUPERNET, CUT)

@@ -258,7 +258,7 @@ def axis_block(study: Study, axis: str) -> Block:
 _PANEL_IN, _MOST_COLUMNS = 4.1, 3
 
 _MOST_ROWS = 8
-"""Maximum number of values of a second axis that have a row of panels each."""
+"""Maximum number of values of a second axis for which each value has its own row of panels."""
 
 
 def _line_handles(values: Sequence[Any]) -> list[Line2D]:
@@ -285,7 +285,7 @@ def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
 
 
 def _limit(panels: Mapping[Axes, bool], rows: Sequence[pd.DataFrame], *, of_shares: bool = True) -> None:
-    """Gives all panels one range of the measure, which holds all intervals; of lying panels it is that of x."""
+    """Gives all panels one range of the measure that holds all intervals; for lying panels, it is the range of x."""
     whole = pd.concat(list(rows))
     means, halves = whole["mean"].astype(float), whole["half_width"].fillna(0.0)
     seeds = whole["values"].explode().astype(float)
@@ -297,7 +297,7 @@ def _limit(panels: Mapping[Axes, bool], rows: Sequence[pd.DataFrame], *, of_shar
 
 
 def _beside(x: pd.Series[float], line: int, lines: int, width: float | None) -> pd.Series[float]:
-    """The positions of one of several lines, moved so that their bars do not overlap; logarithmic axes lack a width."""
+    """The positions of one of several lines, offset so that their bars do not overlap; no `width` if logarithmic."""
     aside = line - (lines - 1) / 2
     return x * 1.02**aside if width is None else x + 0.009 * width * aside
 
@@ -343,7 +343,7 @@ def macs_figure(study: Study) -> Figure | None:
 
 
 def companions(study: Study, axis: str) -> list[str]:
-    """The axes that a grid crosses an axis with, those of numbers first, along which effects can be followed."""
+    """The other axes with several values, numeric ones first, along which effects can be followed; empty if no grid."""
     others = [name for name in study.axes if name != axis and len(study.values(name)) > 1]
     if not is_grid(study.ablation):
         return []
@@ -353,9 +353,9 @@ def companions(study: Study, axis: str) -> list[str]:
 def metric_figure(study: Study) -> Figure | None:
     """Mean test accuracy against the values of each axis, a panel each; None if no model was evaluated.
 
-    Lines or colours are the values of the axis that it is crossed with, and the models are the final ones; of a single
-    axis they are the models. Tiers and subnets are averaged per seed; bars are 95 % intervals over seeds. The dotted
-    line is the reference.
+    Lines or colours are the values of the axis that it is crossed with, for the final models; without such an axis they
+    are the models. Tiers and subnets are averaged per seed; bars are 95 % intervals over seeds. The dotted line is the
+    reference.
     """
     known, ablation = study.evaluated(), study.ablation
     models, final = shown_models([str(model) for model in known["model"]]), final_model(known)
@@ -403,7 +403,7 @@ def _lines_of(study: Study, axis: str | None) -> int:
 
 
 def _parts(panels: Sequence[tuple[Sequence[Any], int]]) -> tuple[Figure, list[SubFigure]]:
-    """A figure with a part for each panel of `draw_series`: its values, and its number of lines."""
+    """A figure with a part for each panel of `draw_series`; `panels` has the values and the number of lines of each."""
     columns = min(len(panels), _MOST_COLUMNS)
     lines = -(-len(panels) // columns)
     width = _PANEL_IN + max(names_width_in(values) for values, _ in panels)
@@ -427,10 +427,10 @@ def crossed_figure(study: Study) -> Figure | None:
 
 
 def differences_figure(study: Study, axis: str) -> Figure | None:
-    """What the values of an axis change against its reference, in pairs of one seed, along what it is crossed with.
+    """Paired differences between an axis' values and its reference, along the axis that it is crossed with.
 
-    The axis of numbers, or the first, that it is crossed with is drawn along; the next one has a panel per value, and
-    further ones are at their references. None without pairs of two seeds: then accuracies say as much.
+    Both runs of a pair share a seed. Differences are drawn along the first of `companions`; the second has a panel
+    per value, and further ones are at their references. None without pairs of two seeds, when accuracies say as much.
     """
     along, *others = companions(study, axis) or [axis]
     axis_names = [along, axis, *others[:1]]
@@ -455,7 +455,7 @@ def _crossed(
     *,
     of_shares: bool = True,
 ) -> Figure | None:
-    """Panels of lines: `axis_names` are what is drawn along, whose values are the `lines`, and that of the panels.
+    """Panels of lines: `axis_names` are the axis that is drawn along, that of the `lines`, and that of the panels.
 
     A single axis is drawn along its own values, in one colour.
     """
@@ -600,23 +600,23 @@ def rounds_figure(study: Study) -> Figure | None:
 
 
 def time_figure(study: Study) -> Figure | None:
-    """The same against the simulated hours since the stage began, the mean over seeds at every round."""
+    """Like `rounds_figure`, against the simulated hours since the stage began, the mean over seeds at every round."""
     key = ["run_id", "stage", "rounds_done"]
     timed = convergence(study.tables).merge(simulated_hours(study.tables), on=key)
     return _by_stage(study, timed, "simulated_h", "simulated hours")
 
 
 def bytes_figure(study: Study) -> Figure | None:
-    """The same against the megabytes of all clients since the stage began, the mean over seeds at every round."""
+    """Like `rounds_figure`, against the megabytes of all clients since the stage began, means over seeds per round."""
     sent = convergence(study.tables).merge(megabytes(study.tables), on=["run_id", "stage", "rounds_done"])
     figure = _by_stage(study, sent, "megabytes", "megabytes received and sent")
     for axes in figure.axes if figure is not None else ():
-        logarithmic(axes, "x")  # compressed messages are a tenth of others
+        logarithmic(axes, "x")  # compressed messages are a tenth of the size of others
     return figure
 
 
 def _by_stage(study: Study, known: pd.DataFrame, x: str, xlabel: str) -> Figure | None:
-    """A panel per stage, a line per value of the first axis, and a row of panels per value of the second of a grid."""
+    """A panel per stage, a line per value of the first axis and, on a grid, a row of panels per value of the second."""
     first, *others = study.axes
     second = others[0] if others and is_grid(study.ablation) and len(study.values(others[0])) <= _MOST_ROWS else None
     values, axis_names = study.values(first), [first, *([second] if second else [])]
@@ -721,7 +721,7 @@ DIFFERENCES = (
 
 
 def ablation_pictures(study: Study) -> Iterator[Picture]:
-    """The figures that the ablation names and that this version knows, then that of convergence."""
+    """The figures that the ablation names and this version knows, then those of differences and of convergence."""
     ablation = study.ablation
     for name in (n for n in dict.fromkeys(ablation.figures) if n in FIGURES):
         title, caption, draw = DRAWN[name]
@@ -743,11 +743,11 @@ _AXES_SHOWN = {
     "metric_by_axes": 3,
     **dict.fromkeys(("stages_by_axis", "metric_by_axis", "time_by_axis", "bytes_by_axis"), 2),
 }
-"""The number of axes that a figure shows together; others show one, and hold the rest at their references."""
+"""The number of axes that a figure shows, by its name; others show one. The remaining axes are at their references."""
 
 
 def _held_text(ablation: Ablation, shown: int) -> str:
-    """What a figure of so many axes does with the others."""
+    """A sentence on what a figure of `shown` axes does with the other axes; empty if there are none."""
     if len(ablation.axes) > 1 and not is_grid(ablation):
         return " The other axes vary with what is shown: the points are those of a search."
     if len(ablation.axes) <= shown:
@@ -763,8 +763,8 @@ def _held_text(ablation: Ablation, shown: int) -> str:
 def chosen_ablation(results: Path, names: Sequence[str]) -> str | None:
     """The id of the ablation that the report is about; None if it is about runs.
 
-    Without `names` it is about what was started last: an ablation rather than the last of its trials. Raises ValueError
-    for several ablations, for an ablation together with runs, and for what may mean either.
+    Without `names` it is about what was started last, where an ablation takes precedence over its own trials. Raises
+    ValueError for several ablations, for an ablation together with runs, and for a name that may mean either.
     """
     if names:
         meant = [ablation for name in names if (ablation := meant_ablation(results, name)) is not None]
@@ -787,9 +787,9 @@ def write_ablation_report(
 ) -> ReportFiles:
     """Writes report.html, report.md, tables.tex and the figures (PNG, PDF) of an ablation in its current state.
 
-    The default of `out` is `results/reports/ABLATION_ID`. The report has a table of what each of `targets` takes, by
-    default of those that the runs were to end at. Raises ValueError for an unknown ablation, a damaged file,
-    or a folder that cannot be written.
+    The default of `out` is `results/reports/ABLATION_ID`. The report has a table of the cost of reaching each of
+    `targets`, by default the targets at which the runs were to stop. Raises ValueError for an unknown ablation, a
+    damaged file, or a folder that cannot be written.
     """
     ablation, tables = load_ablation(results, ablation_id)
     for paths in tables.paths:
@@ -844,7 +844,7 @@ def _target_blocks(study: Study, targets: Sequence[Target]) -> Iterator[Block]:
 
 
 def outcome_groups(ablation: Ablation, tables: Tables) -> Groups:
-    """The settings of an ablation in order, with the rows of what their trials end with."""
+    """The settings of an ablation in order, with their trials' rows of `outcomes`."""
     frame = outcomes(tables)
     groups = [(labels, frame[frame["run_id"].isin(run_ids)]) for labels, run_ids in runs_of(ablation)]
     return [(labels, rows) for labels, rows in groups if len(rows)]
@@ -882,7 +882,7 @@ def _facts(ablation: Ablation) -> RunFacts:
 
 
 def ablation_table(results: Path, ablation_id: str, targets: Sequence[Target] = ()) -> RenderableType:
-    """The tables of an ablation's settings, and of what targets take, for the terminal; fast, without matplotlib."""
+    """The tables of an ablation's settings and of its targets' costs, for the terminal; fast, without matplotlib."""
     study = study_of(*load_ablation(results, ablation_id, tables=[t for t in ALL_TABLES if t != "clients"]))
     blocks = [points_block(study, wide=False), *(block for block in _target_blocks(study, targets) if block.rows)]
     return Group(*(rich_block(block, stacked=False) for block in blocks))
@@ -891,7 +891,7 @@ def ablation_table(results: Path, ablation_id: str, targets: Sequence[Target] = 
 def ablation_json(results: Path, ablation_id: str, targets: Sequence[Target] = ()) -> dict[str, Any]:
     """The report's numbers as JSON values: ablation, trials, missing, and the rows of frame, settings, differences.
 
-    `targets` has the rows of `to_target` of each target, those of `write_ablation_report`.
+    `targets` has the rows of `to_target` for each target; the argument is as in `write_ablation_report`.
     """
     ablation, tables = load_ablation(results, ablation_id)
     frame, axes = ablation_frame(tables, ablation), list(ablation.axes)

@@ -1,4 +1,4 @@
-"""Values of an ablation's axis in a figure: numbers on a scale with lines, names below each other with points alone."""
+"""How an ablation's axis is drawn in figures: numbers on a scale joined by lines, names below each other as points."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ ROOM = 0.05
 """Share of the axis that a tick's label needs."""
 
 ASIDE = 0.009
-"""The distance of neighbouring lines, whose bars would cover each other, as a share of the axis."""
+"""Offset between neighbouring lines, whose bars would cover each other, as a share of the axis."""
 
 ROW_IN, LETTERS_IN = 0.3, 13
-"""Height of a name with one point, and letters per inch of names beside a panel."""
+"""Height in inches of a name with one point, and characters per inch of names beside a panel."""
 
 
 def value_text(value: Any) -> str:
-    """A value of an axis in a legend or at a tick: a number without a needless .0, all else as in tables."""
+    """An axis value as text for a legend or tick: a number without a needless .0, all else as in tables."""
     return f"{value:g}" if isinstance(value, float) else short(value)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Where the values of an axis are drawn: `names` have no order and stand below each other, others are numbers."""
+    """The positions of an axis' values: `names` are unordered and stand below each other, other kinds are numbers."""
 
     positions: Mapping[Any, float]
     kind: Literal["names", "linear", "log", "symlog"]
@@ -51,7 +51,7 @@ class Scale:
         return self.kind != "names"
 
     def beside(self, at: pd.Series[float], line: int, lines: int) -> pd.Series[float]:
-        """The positions of one of several lines or points of a name, moved so that their bars do not overlap."""
+        """The positions of one of several lines, or points of a name, offset so that their bars do not overlap."""
         aside = line - (lines - 1) / 2
         if self.kind == "names":
             return at + aside * min(0.7 / lines, 0.25)
@@ -60,7 +60,7 @@ class Scale:
 
 
 def scale_of(values: Sequence[Any]) -> Scale:
-    """Numbers to scale, logarithmic if they span a decade or have one ratio; names at equal distances."""
+    """Numbers to scale, logarithmic if they span a decade or have a constant ratio; names at equal distances."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values) or len(values) < 2:
         return Scale({value: float(i) for i, value in enumerate(values)}, "names")
@@ -86,7 +86,7 @@ def axis_looks(values: Sequence[Any]) -> dict[Any, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Series:
-    """Rows of `over_seeds` with a value of the axis each, drawn alike."""
+    """Rows of `over_seeds`, one per value of the axis, drawn in one colour with one marker."""
 
     name: str
     rows: pd.DataFrame
@@ -97,9 +97,9 @@ class Series:
 def draw_series(
     axes: Axes, axis: str, values: Sequence[Any], series: Sequence[Series], measure: str, *, of_shares: bool = True
 ) -> None:
-    """Points with intervals along an axis, in %: numbers from left to right joined by lines, names from top to bottom.
+    """Draws means with intervals in % along an axis: numbers left to right joined by lines, names top to bottom.
 
-    Shares lie between 0 and 100 %, and so do their intervals.
+    With `of_shares`, the values are shares, and intervals are clipped to 0 to 100 %.
     """
     scale = scale_of(values)
     for i, each in enumerate(series):
@@ -148,7 +148,7 @@ def _ticks(axes: Axes, scale: Scale) -> None:
 
 
 def _are_apart(scale: Scale) -> bool:
-    """Whether labels at all values have room, which those that a search has drawn need not have."""
+    """Whether there is room for a label at every value; values drawn by a search may be too close together."""
     at = sorted(scale.positions.values())
     if scale.kind == "log":
         at = [math.log(value) for value in at]
@@ -156,19 +156,19 @@ def _are_apart(scale: Scale) -> bool:
 
 
 def mark(axes: Axes, values: Sequence[Any], value: Any) -> None:
-    """A dotted line at a value of the axis."""
+    """Draws a dotted line at a value of the axis."""
     scale = scale_of(values)
     style: dict[str, Any] = {"color": "#9A9A9A", "linewidth": 0.9, "linestyle": ":", "zorder": 1}
     (axes.axvline if scale.is_ordered else axes.axhline)(scale.positions[value], **style)
 
 
 def panel_height_in(values: Sequence[Any], lines: int) -> float:
-    """The height of a panel of `draw_series` with its labels: that of its names, or the usual one of numbers."""
+    """Height in inches of a panel of `draw_series` with its labels: fixed for numbers, by their count for names."""
     if scale_of(values).is_ordered:
         return 4.2
     return 1.4 + len(values) * max(ROW_IN, 0.1 * lines)
 
 
 def names_width_in(values: Sequence[Any]) -> float:
-    """The width that names take beside a panel."""
+    """Width in inches that names take beside a panel; 0 for numbers."""
     return 0.0 if scale_of(values).is_ordered else max(len(value_text(value)) for value in values) / LETTERS_IN

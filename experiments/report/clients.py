@@ -1,4 +1,4 @@
-"""The section of clients and of what final evaluations say beside accuracy: fairness, failures, classes, and texts."""
+"""The section of clients, and of final evaluations beyond accuracy: fairness, failures, classes, and texts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def fairness_blocks(tables: Tables, settings: Sequence[Setting]) -> list[Block]:
-    """The distribution of accuracy, of texts that of perplexity, over clients (FedorAS, Tab. 7)."""
+    """The distribution over clients of accuracy, or of perplexity for text data (FedorAS, Tab. 7)."""
     by_perplexity = fairness(tables, PERPLEXITY)
     texts = set(by_perplexity["run_id"])
     images = [s for s in settings if not texts.intersection(s.run_ids)]
@@ -107,7 +107,7 @@ def _failed(causes: pd.DataFrame) -> int:
 
 
 MOST_DOTS = 400
-"""Maximum number of dots per tier and model, since more would overlap to a dark bar."""
+"""Maximum number of dots per tier and model, since more would merge into a dark bar."""
 
 WIDE_IN = 10.0
 """Figure width in inches from which the legend fits on one line."""
@@ -202,13 +202,13 @@ def _clients_legend(figure: Figure, models: Sequence[str], columns: int) -> None
 # -- classes and texts ------------------------------------------------------------------------------------------------
 
 MOST_COLUMNS = 10
-"""Tiers or targets beside each other; a table of more would not fit a page."""
+"""Maximum number of columns of tiers or targets; a wider table would not fit a page."""
 
 MOST_PARAGRAPHS = 12
 
 
 def class_blocks(tables: Tables, settings: Sequence[Setting]) -> list[Block]:
-    """Per setting, the accuracy of every class with the models that the method ends with, a column per tier."""
+    """One table per setting: the accuracy of its method's final models on every class, a column per tier."""
     frame = per_class(tables)
     return [block for setting in settings if (block := _class_block(of_final_models(setting.rows(frame)), setting))]
 
@@ -232,7 +232,7 @@ def _class_block(rows: pd.DataFrame, setting: Setting) -> Block | None:
 
 
 def paragraph_block(tables: Tables, settings: Sequence[Setting]) -> Block:
-    """A paragraph by every tier's model of every setting's first run: what it goes on with after the same beginning."""
+    """A paragraph by each tier's model of each setting's first run, all continuing the same beginning."""
     frame, rows = paragraphs(tables), []
     for setting in settings:
         of_run = of_final_models(frame[frame["run_id"] == setting.run_ids[0]])
@@ -248,15 +248,16 @@ def paragraph_block(tables: Tables, settings: Sequence[Setting]) -> Block:
 
 
 MOST_NUMBERS = 12
-"""Classes up to which the shares are written into the cells."""
+"""Maximum number of classes for which the shares are written into the cells."""
 
 MOST_PANELS = 8
 
 
 def confusion_figure(confusions: pd.DataFrame, settings: Sequence[Setting]) -> Figure | None:
-    """What share of each class (rows) was taken for each (columns), per tier; means over seeds. None without any.
+    """Confusion matrices per tier: the share of each class (rows) that was predicted as each class (columns).
 
-    `confusions` comes from `analysis.confusions`; the models are those that the method ends with.
+    Shares are means over seeds. None without any confusions. `confusions` comes from `analysis.confusions`; the models
+    are the method's final ones.
     """
     parts_of = {s.name: of_final_models(s.rows(confusions)) for s in settings}
     shown = [s for s in settings if 0 < parts_of[s.name]["tier"].nunique() <= MOST_PANELS]
@@ -293,7 +294,7 @@ def _panels(part: Figure | SubFigure, rows: pd.DataFrame, across: int) -> None:
 
 
 def shares(rows: pd.DataFrame, names: Sequence[str]) -> NDArray[np.float64]:
-    """The share of each class (rows) that was taken for each (columns), over all seeds together."""
+    """The share of each class (rows) that was predicted as each class (columns), over all seeds together."""
     counts = rows.pivot_table(index="class_name", columns="prediction", values="count", aggfunc="sum", fill_value=0)
     order = list(names)
     table: NDArray[np.float64] = counts.reindex(index=order, columns=order, fill_value=0).to_numpy(dtype=np.float64)

@@ -33,8 +33,8 @@ class Block:
 def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) -> Table:
     """The block as a table for the terminal, with its sentences below.
 
-    With `stacked` intervals are below their means, and values below each other, where both do not fit on a line. A row
-    whose first cell is `apart` is separated from the rows above it.
+    With `stacked`, intervals go below their means, and values below each other. A row whose first cell is `apart` is
+    separated from the rows above it.
     """
     caption = Text("\n".join(block.text), style="dim")
     table = _Fitting(title=Text(block.title), caption=caption, box=box.SIMPLE_HEAD)
@@ -47,13 +47,13 @@ def rich_block(block: Block, *, stacked: bool = True, apart: str | None = None) 
         if row[0] == apart:
             table.add_section()
         table.add_row(*map(Text, row))
-    # Nothing is cut, neither ids nor numbers: a table may be wider than the terminal, which folds its lines.
+    # Ids and numbers are never truncated: a table may be wider than the terminal, which then wraps its lines.
     table.width = Console(width=WIDEST).measure(table).maximum
     return table
 
 
 class _Fitting(Table):
-    """A table whose columns move together where it is wider than the terminal."""
+    """A table without space between its columns if it would be wider than the terminal."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if console.is_terminal and self.width is not None and self.width > console.width:
@@ -81,7 +81,7 @@ class Picture:
 
 
 REFRESH_S = 30
-"""Seconds between two reloads of a page while a run that it is about is running."""
+"""Seconds between two reloads of a page while one of its runs is running."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Content:
     """All parts of a report.
 
     `about` is the heading of the facts of the `runs`; `refresh_s` is the reload interval of the page in seconds, None
-    for no reload. `pictures_first` puts the pictures above the tables, which may be long. Pictures may be made while
-    earlier ones are drawn.
+    for no reload. `pictures_first` puts the pictures above the tables, which may be long. `pictures` may be an iterator
+    that makes each picture while earlier ones are drawn.
     """
 
     title: str

@@ -41,11 +41,12 @@ BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", 
 MODEL_COLOURS = {"supernet_init": GREY, "fine_tuned": BLUE, "rand_init": VERMILION}
 
 SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK, "#8C564B")
-"""Colours of lines without a natural order; theirs but for the last, a brown."""
+"""Colours of lines without a natural order: those of Okabe & Ito, except for the last, a brown."""
 
-MARKERS = "osD^vPX<>*"
+MARKERS = "osD^vPX<>h*"
+"""Eleven, since eight colours and eleven markers give 88 different looks before one repeats."""
 WITHOUT_STAR = MARKERS[:-1]
-"""Markers of lines where stars are the winners of searches."""
+"""Markers of lines in figures that mark the winners of searches with stars."""
 
 LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False}
 """Options of every legend."""
@@ -59,7 +60,7 @@ PDF_FONTS = 42
 
 
 def new_figure(size_in: tuple[float, float]) -> Figure:
-    """An empty figure of this width and height in inches, whose parts find their places by themselves."""
+    """An empty figure of this width and height in inches, whose parts matplotlib lays out automatically."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=size_in, layout="constrained")
@@ -90,7 +91,7 @@ def legend_patch(**style: Any) -> Patch:
 def legend_below(
     part: Figure | SubFigure, handles: Sequence[Line2D | Patch], columns: int = 1, title: str | None = None
 ) -> None:
-    """Draws a legend below all panels, of rows of equal length with at most so many entries, as many as fit."""
+    """Draws a legend below all panels in rows of equal length: at most `columns` entries each, fewer if too wide."""
     longest = max((len(str(handle.get_label())) for handle in handles), default=0)
     width_in = part.bbox.width / part.dpi
     most = max(1, min(columns, int(width_in / (longest / LEGEND_LETTERS + LEGEND_HANDLE_IN))))
@@ -99,7 +100,7 @@ def legend_below(
 
 
 def tint(colour: str) -> str:
-    """A lighter tone of a colour, for what is beside the point; unlike transparency it hides what it is drawn over."""
+    """A lighter tone of a colour for secondary content; unlike transparency it hides what it is drawn over."""
     from matplotlib.colors import to_hex, to_rgb
 
     red, green, blue = ((1 + 1.2 * part) / 2.2 for part in to_rgb(colour))
@@ -127,18 +128,18 @@ def tier_markers(tiers: Sequence[str]) -> dict[str, str]:
 
 
 def heading(axes: Axes, text: str, *, pad: float | None = None) -> None:
-    """Titles a panel; `pad` is the room in points for what stands between them."""
+    """Titles a panel; `pad` is the space in points between the title and the panel."""
     axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=pad)
 
 
 def above(axes: Axes, text: str, x: float, y: float = 1.02, **style: Any) -> None:
-    """Writes small above a panel, at an x of its data."""
+    """Writes a small text above a panel, at `x` in data coordinates."""
     style |= {"xycoords": axes.get_xaxis_transform(), "annotation_clip": False}
     axes.annotate(text, (x, y), ha="center", fontsize=8.5, color="#6B6B6B", **style)
 
 
 def grid_of(part: Figure | SubFigure, count: int, columns: int) -> list[Axes]:
-    """So many panels, line by line; what is left of the last line stays empty."""
+    """`count` panels, row by row; the unused cells of the last row stay empty."""
     panels: list[Axes] = list(part.subplots(-(-count // columns), columns, squeeze=False).ravel())
     for axes in panels[count:]:
         axes.set_axis_off()
@@ -146,7 +147,7 @@ def grid_of(part: Figure | SubFigure, count: int, columns: int) -> list[Axes]:
 
 
 def stars(axes: Axes, x: pd.Series[float], y: pd.Series[float], colour: str) -> None:
-    """Marks the winners of a search, in front of all else."""
+    """Marks the winners of a search with stars, in front of everything else."""
     axes.scatter(x, y, s=190, marker="*", color=colour, edgecolors="black", linewidths=0.9, zorder=5)
 
 
@@ -174,10 +175,10 @@ def with_bars(
     of_shares: bool = True,
     **style: Any,
 ) -> None:
-    """Draws the 95 % interval in % of each row with `mean`, `half_width` and `values`; of one or two seeds the values.
+    """Draws the 95 % interval in % of each row (`mean`, `half_width`, `values`), or the values of one or two seeds.
 
-    Rows are drawn at the places `x`, or, of `lying` bars, at these heights. Shares are 0 to 100 %, which their
-    intervals do not leave.
+    `x` has the rows' positions on the x axis, or on the y axis for `lying` bars. With `of_shares`, intervals are
+    clipped to 0 to 100 %.
     """
     for at, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
         if pd.notna(half):
@@ -201,7 +202,7 @@ def whole_numbers(axes: Axes) -> None:
 
 
 def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """A logarithmic axis whose ticks are plain numbers: perplexities fall from the vocabulary's size to a few."""
+    """Makes an axis logarithmic with plain numbers as ticks: perplexities fall from the vocabulary's size to a few."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis = axes.yaxis if which == "y" else axes.xaxis
@@ -319,7 +320,7 @@ def multiples(
 def same_limits(panels: Sequence[Axes], *, x: bool = False, y: bool = False, most: float = inf) -> bool:
     """Gives all panels the same range, so that they can be compared, and returns whether it did.
 
-    It does not where a panel's own range would fill less than one part in `most` of it, and so be flat.
+    It does not if a panel's own range is less than 1 / `most` of the shared one, in which it would look flat.
     """
     shared = [_share([axes.get_xlim() for axes in panels], [axes.set_xlim for axes in panels], most)] if x else []
     shared += [_share([axes.get_ylim() for axes in panels], [axes.set_ylim for axes in panels], most)] if y else []
@@ -345,18 +346,18 @@ class Images(NamedTuple):
     png: bytes
     pdf: bytes
     spots: tuple[Spot, ...] = ()
-    """What the page says where the mouse is near."""
+    """The tooltips of the page."""
 
 
 def draw(figure: Figure) -> Images:
     """The images of a figure, the same bytes in any process."""
     page = png(figure)
-    figure.set_layout_engine("none")  # its parts are in their places now; finding these takes half of the time
+    figure.set_layout_engine("none")  # the layout is final now, and computing it again takes half of the time
     return Images(page, pdf(figure), spots(figure))
 
 
 def drawn(pictures: Iterable[Picture]) -> list[tuple[Picture, Images]]:
-    """The pictures with their images, drawn where that is safe by copies of this process while the next are made."""
+    """The pictures with their images; where a fork is safe, copies of this process draw while the next are made."""
     if not _may_fork():
         return [(picture, draw(picture.figure)) for picture in pictures]
     copies = ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork"), _begin_copy)
@@ -373,7 +374,7 @@ def _may_fork() -> bool:
 
 
 def _asked(copies: ProcessPoolExecutor, figure: Figure) -> Future[Images] | None:
-    # The first call makes the copies; an interrupt reaches none before `_begin_copy`, or it would print a traceback.
+    # The first call forks the copies; interrupts are blocked until `_begin_copy`, as they would print a traceback.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         return copies.submit(draw, figure)
@@ -391,7 +392,7 @@ def _answered(answer: Future[Images] | None, figure: Figure) -> Images:
 
 
 def _begin_copy() -> None:
-    """Lets a copy end in silence: with its command, whether that is killed or interrupted together with its copies."""
+    """Sets a copy up to end silently with its command, whether that is killed or interrupted with its copies."""
     from matplotlib.transforms import TransformNode
 
     setattr(TransformNode, "__setstate__", restore_transform)  # noqa: B010 - its stubs do not name it
@@ -402,10 +403,10 @@ def _begin_copy() -> None:
 
 
 def restore_transform(node: TransformNode, state: dict[str, Any]) -> None:
-    """Restores a pickled transform, with those that depend on it by their ids in this process.
+    """Restores a pickled transform, and registers its dependent transforms under their ids in this process.
 
-    matplotlib's own keeps the ids of the process that pickled it. Another transform may have one of them here and take
-    its place: one that depends is not told of a new resolution then, and now and then a text stood a line too low.
+    matplotlib's own method keeps the ids of the process that pickled it. Another transform may have such an id here and
+    replace the dependent one, which then misses changes of the resolution: now and then a text stood a line too low.
     """
     node.__dict__ = state
     depending = [parent for parent in state["_parents"].values() if parent is not None]

@@ -1,4 +1,4 @@
-"""The figure of a Bayesian search: what each point reached, and the best so far."""
+"""The figure of a Bayesian search: the accuracy of each point, and the best so far."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OBJECTIVE = "validation_accuracy"
 
 
 def kind_of_search(ablation: Ablation) -> str:
-    """What the ablation's points are."""
+    """The kind of the ablation's points: a Bayesian search, a grid or a random search."""
     if ablation.search:
         return f"Bayesian search of {ablation.search['samples']} points"
     return "grid" if is_grid(ablation) else "random search"
 
 
 def history_picture(ablation: Ablation, tables: Tables) -> Iterator[Picture]:
-    """Validation accuracy by point, in the order in which points were suggested; only of a Bayesian search."""
+    """Validation accuracy per point, in the order in which points were suggested; only for a Bayesian search."""
     if not ablation.search:
         return
     frame = ablation_frame(tables, ablation, each="run").dropna(subset=[OBJECTIVE])

@@ -1,4 +1,4 @@
-"""What a page says under the mouse: the drawn points of a figure with their values in words."""
+"""The tooltips of a page: the drawn points of a figure with their values as text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_OF_A_LINE, MOST_OF_A_CLOUD = 40, 150
-"""Maximum number of points of a line, and of a cloud of dots, that a page tells; of more it tells every n-th."""
+"""Maximum number of points with a tooltip, per line and per cloud of dots; of more, every n-th point has one."""
 
 
 class Spot(NamedTuple):
-    """A point of a figure: shares of its image's width and height, from the upper left corner, and its values."""
+    """A point of a figure: shares of its image's width and height, from the upper left corner, and values as text."""
 
     x: float
     y: float
@@ -25,7 +25,7 @@ class Spot(NamedTuple):
 
 
 def spots(figure: Figure) -> tuple[Spot, ...]:
-    """The marked points, dots and bars of a figure that was drawn, so that its parts are in their places."""
+    """The marked points, dots and bars of a figure, which must have been drawn so that its layout is final."""
     panels = [axes for axes in figure.axes if axes.axison]
     names = {each: _label(panels, each) for each in "xy"}
     width, height = figure.bbox.width, figure.bbox.height
@@ -43,7 +43,7 @@ def spots(figure: Figure) -> tuple[Spot, ...]:
 
 
 def _label(panels: list[Axes], which: str) -> str:
-    """The label that panels without one share with their neighbours."""
+    """The first label of the panels, used for those that have none."""
     labels = [axes.get_xlabel() if which == "x" else axes.get_ylabel() for axes in panels]
     return next((label for label in labels if label), "")
 
@@ -52,7 +52,7 @@ def _value(label: str, axis: Axis, value: float) -> str:
     from matplotlib.ticker import FixedFormatter
 
     formatter = axis.get_major_formatter()
-    if isinstance(formatter, FixedFormatter):  # values and names stand at ticks of their own
+    if isinstance(formatter, FixedFormatter):  # each value or name has its own tick
         ticks = axis.get_majorticklocs()
         text = formatter.seq[int(np.abs(ticks - value).argmin())] if len(ticks) else ""
     else:
@@ -61,7 +61,7 @@ def _value(label: str, axis: Axis, value: float) -> str:
 
 
 def _points(axes: Axes) -> Iterator[tuple[float, float, str, str]]:
-    """x, y, the name of the line, and the interval of the bar at the point."""
+    """Yields x, y, the name of the line, and the text of the interval for each point."""
     from matplotlib.collections import PathCollection
     from matplotlib.container import BarContainer, ErrorbarContainer
 

@@ -1,4 +1,4 @@
-"""The section of importances: which axes of an ablation decide about its outcomes."""
+"""The section of importances: how much each axis of an ablation matters for its outcomes."""
 
 import pandas as pd
 
@@ -26,9 +26,9 @@ TEXTS = {
 def importances_block(ablation: Ablation, tables: Tables) -> Block:
     """One row per axis and pair of axes, the most important for accuracy first, and a column per outcome that varies.
 
-    It has no rows for an ablation of one axis, whose importance is that of all differences.
+    An ablation with a single axis has no rows, since that axis explains all differences.
     """
-    frame = ablation_frame(tables, ablation, each="run").dropna(subset=[METRIC])  # the costs of others are not whole
+    frame = ablation_frame(tables, ablation, each="run").dropna(subset=[METRIC])  # costs of others are incomplete
     columns, methods = {}, []
     for measure, head in MEASURED.items() if len(ablation.axes) > 1 else ():
         rows = importances(frame, ablation, measure)

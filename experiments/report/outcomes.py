@@ -1,4 +1,4 @@
-"""The section of outcomes: what each setting ends with, and accuracy against cost."""
+"""The section of outcomes: the final models of each setting, and accuracy against cost."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ TEXT = (
 
 
 def outcomes_block(groups: Groups, heads: tuple[str, ...]) -> Block:
-    """A row per setting, without the columns that no setting has; `heads` are those of the labels."""
+    """One row per setting, without columns that are empty for all; `heads` are the column titles of the labels."""
     evaluated = [(labels, known) for labels, rows in groups if len(known := rows.dropna(subset=["model"]))]
     shown = [column for column in COLUMNS if any(rows[column[0]].notna().any() for _, rows in evaluated)]
     cells = []
     for labels, rows in evaluated:
-        # There are several names where a seed's search found nothing.
+        # There are several names if the search found nothing for some seed.
         name = " or ".join(dict.fromkeys(model_name(str(name)) for name in rows["final_model"]))
         most = int(rows["models"].max())
         values = (mean_over_seeds(rows, measure, write) for measure, _, write in shown)
@@ -97,14 +97,14 @@ COSTS = (
 _DECADE, _HOUR_S = 10.0, 3600.0
 
 _SAME = 0.01
-"""The share of a cost up to which costs are the same, such as those of stray bytes."""
+"""Relative difference up to which costs count as equal, such as one from stray bytes."""
 
 
 def outcomes_figure(groups: Groups, heads: tuple[str, ...] = ()) -> Figure | None:
     """A panel per cost and a point per setting: means over seeds, bars are 95 % intervals of the accuracy.
 
-    The line joins the settings that no other beats in both. A cost that all settings share has no panel; None without
-    a panel. `heads` are the titles of the labels.
+    The line joins the settings that no other beats in both accuracy and cost. A cost that is the same for all settings
+    has no panel; None without a panel. `heads` are the titles of the labels.
     """
     means = _means(groups)
     # Settings that cost the same have no front.
@@ -131,9 +131,8 @@ def outcomes_figure(groups: Groups, heads: tuple[str, ...] = ()) -> Figure | Non
 def _means(groups: Groups) -> pd.DataFrame:
     """A row per evaluated setting: name, colour, marker, accuracy (metric, mean) with its interval, and the costs."""
     means: list[dict[str, Any]] = []
-    # Seven colours and ten markers have no common divisor: no two of seventy settings look alike.
     for (labels, every), colour, marker in zip(groups, cycle(SERIES), cycle(MARKERS), strict=False):
-        rows = every.dropna(subset=["model"])  # the costs of the others are those of a part of the work
+        rows = every.dropna(subset=["model"])  # the costs of the others cover only a part of the work
         accuracy = estimate_by_seed(rows[METRIC], rows["seeds"])
         if accuracy is None:
             continue

@@ -37,7 +37,7 @@ class ReportFiles:
     """Whether a run of the report is still running, so that a later report says more."""
 
     def _repr_html_(self) -> str:
-        """The page as a notebook shows it, in a frame, so that its styles stay its own."""
+        """The page for a notebook, in an iframe that keeps its styles separate."""
         page = escape(self.html.read_text(encoding="utf-8"))
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
@@ -68,7 +68,7 @@ def html_page(content: Content, pictures: Sequence[tuple[Picture, Images]] = ())
     png_of = {picture.name: base64.b64encode(images.png).decode("ascii") for picture, images in pictures}
     spots_of = {picture.name: json.dumps(images.spots, ensure_ascii=False) for picture, images in pictures}
     script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
-    # The policy of the page names the script by its hash, so that the browser runs no other.
+    # The page's content security policy names the script by its hash, so that the browser runs no other.
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return _html_template().render(
         content=content,
@@ -95,7 +95,7 @@ def _html_template() -> Template:
 
 
 def _unbroken(text: str) -> str:
-    """A number that a narrow page breaks before its interval and between values, and nowhere else."""
+    """The text of a number with line breaks allowed only before its interval and between values."""
     return (
         text.replace(" ", "\N{NO-BREAK SPACE}")
         .replace("\N{NO-BREAK SPACE}±", " ±")

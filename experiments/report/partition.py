@@ -1,4 +1,4 @@
-"""A picture of a partition: which client has how many training samples, of which classes."""
+"""A picture of a partition: how many training samples of which classes each client has."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 WRITERS = {".png": png, ".pdf": pdf}
 MOST_CLIENTS = 50
-"""More clients are drawn as distributions."""
+"""Maximum number of clients that are drawn one by one; for more, distributions are drawn."""
 MOST_NAMES, MOST_LETTERS = 30, 14
-"""Of more classes every k-th is named; longer names are shortened."""
+"""Maximum number of class names (for more classes, every k-th is named), and of characters of a name."""
 MOST_NUMBERS = 24
-"""As many clients, and as many classes, leave room for a number in every cell."""
+"""Maximum number of clients, and of classes, for which every cell has room for its number."""
 MOST_BINS = 40
 WIDTH_IN, LINE = 8.0, 88
-"""Width in inches, and letters of a bold line."""
+"""Width of the figure in inches, and characters of a line in bold."""
 
 
 def check_picture(path: Path) -> None:
-    """Raises ValueError, before anything is written, if no picture of this name can be."""
+    """Raises ValueError if a picture cannot have this path; called before anything is written."""
     if path.suffix not in WRITERS:
         raise ValueError(f"--picture {path}: give a name that ends in {' or '.join(WRITERS)}")
     if not path.absolute().parent.is_dir():
@@ -57,7 +57,7 @@ def class_counts(data: FederatedData) -> IntArray | None:
 
 
 def partition_figure(config: DataConfig, data: FederatedData) -> Figure:
-    """Clients by classes, or of many clients the distributions of their sizes and numbers of classes."""
+    """Clients by classes or, for many clients, the distributions of their sizes and numbers of classes."""
     sizes, counts = data.sizes("train"), class_counts(data)
     draw = _draw_clients if data.num_clients <= MOST_CLIENTS else _draw_distributions
     figure = draw(sizes, counts, data)
@@ -103,7 +103,7 @@ def _draw_clients(sizes: IntArray, counts: IntArray | None, data: FederatedData)
     if counts is not None:
         panels[0].tick_params(axis="x", length=0)
         _draw_shares(panels[1], counts, data.dataset.class_names)
-        # Beside both panels, so that their clients stay below each other.
+        # The colour bar is beside both panels, so that their x axes stay aligned.
         bar = figure.colorbar(panels[1].collections[0], ax=panels, aspect=40, pad=0.01, ticks=[0.01, 0.1, 0.25, 0.5, 1])
         bar.ax.set_yticklabels(["1 %", "10 %", "25 %", "50 %", "100 %"], fontsize=8, color=INK)
         bar.set_label("share of a client's samples", fontsize=9, color=INK)
@@ -121,23 +121,23 @@ def _draw_clients(sizes: IntArray, counts: IntArray | None, data: FederatedData)
 
 
 def _step(count: int, most: int) -> int:
-    """Of how many one is named, so that at most so many are."""
+    """The smallest step (1, 2, 5, 10, ...) at which labelling every step-th of `count` gives at most `most` labels."""
     steps = [each * int(10**power) for power in range(10) for each in (1, 2, 5)]
     return next(step for step in steps if count <= most * step)
 
 
 def _short(name: str) -> str:
-    """A name cut at its beginning, as ends tell more names apart."""
+    """The name, cut at its beginning if it is long, since endings distinguish more names."""
     return name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}"
 
 
 def _draw_shares(axes: Axes, counts: IntArray, names: Sequence[str]) -> None:
-    """The classes' shares of each client's samples, on one scale for all partitions: sizes are in the panel above."""
+    """Draws each class as a share of each client's samples, on one scale for all partitions; sizes are shown above."""
     from matplotlib.colors import PowerNorm
 
     (num_clients, num_classes), shares = counts.shape, counts / counts.sum(axis=1, keepdims=True)
     edges = [np.arange(length + 1) - 0.5 for length in counts.shape]
-    # White is none; the root lets one see small shares.
+    # White means no samples; the square root makes small shares visible.
     drawn = np.ma.masked_equal(shares.T, 0)
     axes.pcolormesh(*edges, drawn, cmap="Blues", norm=PowerNorm(0.5, 0, 1), edgecolors="white", linewidth=0.4)
     quiet(axes, ylabel="classes")
@@ -159,7 +159,7 @@ def _draw_distributions(sizes: IntArray, counts: IntArray | None, data: Federate
     figure = new_figure((WIDTH_IN, 3.8))
     panels = figure.subplots(1, 1 if counts is None else 2, squeeze=False)[0]
     quiet(panels[0], xlabel="training samples of a client", ylabel="clients")
-    # Bins are whole numbers wide, so that none has more numbers in it than the next.
+    # Bins are whole numbers wide, so that every bin spans equally many sizes.
     width = -(-(sizes.max() - sizes.min() + 1) // MOST_BINS)
     panels[0].hist(sizes, np.arange(sizes.min(), sizes.max() + width + 1, width) - 0.5, color=BLUE, rwidth=0.9)
     panels[0].set_xlim(0, sizes.max() + width)

@@ -60,7 +60,7 @@ LONGEST_SHORT_NAME = 10
 """Length of tier names up to which the legend has seven columns; labels of subnets are longer."""
 
 SIMILAR_STAGES = 3.0
-"""Stages share an axis if none of them fills less than one part in so many of it."""
+"""Stages share an axis range if each of them fills at least 1 / `SIMILAR_STAGES` of it."""
 
 VALUES = {"metric": "accuracy (%)", "loss": "loss (cross-entropy)", "perplexity": "perplexity"}
 """The values to draw and the labels of their axes."""
@@ -99,7 +99,7 @@ CAPTION = (
 def convergence_pictures(
     convergence: pd.DataFrame, settings: Sequence[Setting], texts: Collection[str]
 ) -> Iterator[Picture]:
-    """The figures of an experiment: one of both values for a single setting, else one of each to ease comparison.
+    """The figures of an experiment: one with both values for a single setting, else one per value to ease comparison.
 
     `texts` are the runs that are measured by perplexity.
     """
@@ -258,13 +258,13 @@ def stage_label(run_id: str, kind: str, tier: str, labels: Labels) -> str:
 
 
 SIMILAR_SETTINGS = 10.0
-"""Settings share an axis if none of them fills less than one part in so many of it."""
+"""Settings share an axis range if each of them fills at least 1 / `SIMILAR_SETTINGS` of it."""
 
 DIRECTIONS: dict[str, tuple[str, Any, float, str]] = {
     "bytes_down": (BLUE, "-", 3.6, "down (server to clients)"),
     "bytes_up": (VERMILION, (0, (2.2, 1.6)), 2.0, "up (clients to server)"),
 }
-"""Colour, line style, width and name of both directions: dashes over a broad line, as often they are the same curve."""
+"""Colour, line style, width and name per direction: dashes over a broad line, since both curves are often the same."""
 
 FOR_NAMES = 18
 """Room for the names of stages above a panel, in points."""
@@ -375,7 +375,7 @@ def _totals(rounds: pd.DataFrame) -> NDArray[np.float64]:
 
 
 def _stage_marks(axes: Axes, rounds: pd.DataFrame) -> None:
-    """Marks the limits between kinds of stages, as in the first run."""
+    """Marks the boundaries between kinds of stages, as in the first run."""
     first = rounds[rounds["run_id"] == rounds["run_id"].iloc[0]] if len(rounds) else rounds
     kinds = list(first["kind"])
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]

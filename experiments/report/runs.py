@@ -106,9 +106,9 @@ def write_report(
 ) -> ReportFiles:
     """Writes report.html, report.md, tables.tex and the plots of these runs (default: the latest run).
 
-    Runs are given by ids, their beginnings, names or tags. The default of `out` is `results/reports/RUN`. Runs may be
-    active, failed or without some stages; the report names the missing parts. It has a table of what each of `targets`
-    takes, by default of those that the runs were to end at.
+    Runs are given by ids, id prefixes, names or tags. The default of `out` is `results/reports/RUN`. Runs may be
+    active, failed or without some stages; the report names the missing parts. It has a table of the cost of reaching
+    each of `targets`, by default the targets at which the runs were to stop.
     Raises ValueError for an unknown run, a damaged file, or a folder that cannot be written.
     """
     tables = load_chosen(results, run_ids)
@@ -166,7 +166,7 @@ def runs_of(settings: Sequence[Setting]) -> RunsOf:
 
 
 def outcome_groups(tables: Tables, settings: Sequence[Setting]) -> Groups:
-    """The settings with the rows of what their runs end with."""
+    """The settings with their runs' rows of `outcomes`."""
     frame = outcomes(with_training(tables))
     return [((setting.name,), setting.rows(frame)) for setting in settings]
 
@@ -180,7 +180,7 @@ def summary_table(
 ) -> RenderableType:
     """The tables of these runs for the terminal, per setting, and what is missing; fast, without matplotlib.
 
-    What `targets` take is shown as well, as in `write_report`, unless they are None.
+    The costs of reaching `targets` are shown as well, as in `write_report`, unless `targets` is None.
 
     Raises ValueError for an unknown run or a damaged table.
     """
@@ -233,7 +233,7 @@ def _facts(tables: Tables, paths: RunPaths, settings: Sequence[Setting]) -> RunF
 
 
 def status_of(paths: RunPaths) -> Status | None:
-    """The run's status file; None without one, as in a copied folder, for which the table `runs` suffices."""
+    """The run's status; None without a status file, as in a copied folder, where the table `runs` suffices."""
     try:
         return read_status(paths.status)
     except ValueError:
@@ -241,7 +241,7 @@ def status_of(paths: RunPaths) -> Status | None:
 
 
 def state_of(tables: Tables, paths: RunPaths) -> str:
-    """The run's current state, from its status file, else from the table `runs`, without whose row no run is done."""
+    """The run's current state, from its status file, else from the table `runs`; without a row there no run is done."""
     status = status_of(paths)
     recorded = tables.runs.loc[tables.runs["run_id"] == paths.run_id, "status"].dropna()
     row = str(recorded.iloc[0]) if len(recorded) else "unknown"
@@ -310,11 +310,11 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None, targets: Se
 
     Keys: metric, runs, missing; settings (runs, number of distinct seeds, and the configuration values that differ
     between settings of an experiment); summary (per setting and tier: mean, half_width of the 95 % interval, runs and
-    their values, where runs that repeat a seed count as one); the rows per single run of per_tier, fairness (of texts
+    their values, where runs that repeat a seed count as one); the rows per run of per_tier, fairness (for text data
     also fairness_in_perplexity), per_class, paragraphs, communication, communication_by_kind and failures; for
     SuperFedNAS runs the rows of subnets, a subnet_summary per setting, and cost_comparison with the first k members
     trained alone; for cross-silo runs silos (per setting), the rows of silo_clients, personalisation (rows of p,
-    "matrix", and the gains) and phases; targets (of each of `targets`, as in `write_report`, the rows of to_target).
+    "matrix", and the gains) and phases; targets (for each of `targets`, as in `write_report`, the rows of to_target).
     Raises ValueError for an unknown run and for a damaged table.
     """
     tables = load_chosen(results, run_ids)
@@ -356,7 +356,7 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None, targets: Se
 
 
 def target_records(tables: Tables, targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """What each target takes, by default those that the runs were to end at: the rows of `to_target`."""
+    """The rows of `to_target` for each target, by default for the targets at which the runs were to stop."""
     return [
         {"metric": metric, "target": target, "rows": records(to_target(tables, target, metric))}
         for metric, target in targets or stop_targets(tables)

@@ -105,7 +105,7 @@ COLUMNS: tuple[tuple[str, str, Write, str], ...] = (
     ("bytes_per_round", "bytes per\nround", size, "bytes per round: both ways, per silo"),
     ("wall_s", "wall\ntime", seconds, "wall time: all training rounds, on the machine that computed them"),
 )
-"""The name of the value, its head, its format, and what explains it below the table."""
+"""The name of the value, its head, its format, and its explanation below the table."""
 
 
 def silo_blocks(tables: Tables, *, wide: bool) -> list[Block]:
@@ -283,7 +283,7 @@ def _silo_dots(axes: Axes, at: int, rows: pd.DataFrame, colour: str) -> None:
 def curves_figure(curves: pd.DataFrame, phases: Sequence[Phases], settings: Sequence[Setting]) -> Figure | None:
     """Validation accuracy (left) and training loss (right) against rounds, a line per setting; None without values.
 
-    `curves` comes from `silo_curves.curves`. Bands show the standard deviation over silos for one seed, or the range
+    `curves` comes from `analysis.silos.curves`. Bands show the standard deviation over silos for one seed, or the range
     from the minimum to the maximum over several seeds. The phases of runs with a search are shaded. Source: SPIDER,
     Fig. 6.
     """
@@ -336,7 +336,7 @@ def _curve(axes: Axes, rows: pd.DataFrame, value: str, look: tuple[str, str]) ->
 
 
 def _spans(phases: Sequence[Phases], settings: Sequence[Setting]) -> dict[str, Spans]:
-    """Starts and ends of the phases by setting with a search, as means over its seeds."""
+    """Start and end of each phase for every setting with a search, as means over its seeds."""
     ends = pd.DataFrame(
         [(p.run_id, *(end for _, end in spans_of(p))) for p in phases], columns=["run_id", "first", "second", "third"]
     )
@@ -375,7 +375,7 @@ def _mark_phases(axes: Axes, spans: Mapping[str, Spans], colours: Mapping[str, s
 def gains_figure(matrix: pd.DataFrame) -> Figure | None:
     """p_ij of one run in per cent (left), and p_ii - p_ij with g_i as the last column (right); None without rows.
 
-    `matrix` comes from `silo_gains.p_matrix`. Source: SPIDER, Fig. 3.
+    `matrix` comes from `analysis.silos.p_matrix`. Source: SPIDER, Fig. 3.
     """
     if matrix.empty:
         return None

@@ -37,7 +37,7 @@ def stale_updates(tables: Tables) -> pd.DataFrame:
 
 
 def staleness_block(tables: Tables, settings: Sequence[Setting]) -> Block:
-    """One row per setting whose answers may be old, with the staleness of its updates and the time between them."""
+    """One row per setting whose updates may be stale: their staleness, and the time between two of them."""
     updates = stale_updates(tables)
     of_run = updates.groupby("run_id").agg(
         updates=("staleness", "size"),

@@ -99,11 +99,11 @@ PREDICTED: Mapping[str, tuple[str, Write, str]] = {
     "loss": ("loss", lambda value: f"{value:.4f}", ""),
     "latency_s": ("latency", seconds, ""),
 }
-"""Per measure of a predictor its name, how its values are written, and their unit."""
+"""By measure of a predictor: its name, and the format and unit of its values."""
 
 
 def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
-    """One row per evaluated subnet, or per target; `wide` adds the winners' choices, too wide for a terminal."""
+    """One row per evaluated subnet, or per target; `wide` adds architectures and ids, too wide for a terminal."""
     columns = [c for c in COLUMNS if any(s.values[c[0]] is not None for s in summary.subnets)]
     labels = ("subnet", "architecture", "id") if wide else ("subnet",)
     decode = decoder(summary.setting.config)

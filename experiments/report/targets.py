@@ -1,4 +1,4 @@
-"""The section of targets: how many runs reach a score on validation data, and what they need for it."""
+"""The section of targets: how many runs reach a validation score, and at what cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.experiments.report.rounds import stage_label
 from fedloom.experiments.report.wording import INTERVALS, Write, count, percent, seconds, si, two_digits, with_interval
 
 Target = tuple[str, float]
-"""The metric, and the value that is to be reached."""
+"""The metric, and the value to reach."""
 
 RunsOf = Sequence[tuple[tuple[str, ...], Sequence[str]]]
 """Settings: their labels, and the ids of their runs."""
@@ -29,7 +29,7 @@ COLUMNS: tuple[tuple[str, str, Write], ...] = (
 def target_blocks(
     tables: Tables, settings: RunsOf, heads: tuple[str, ...], labels: Labels, targets: Sequence[Target] = ()
 ) -> Iterator[Block]:
-    """A table per target, of those that the runs were to end at if none is given; `heads` are those of the labels."""
+    """One table per target, by default those at which the runs were to stop; `heads` are the titles of the labels."""
     for metric, target in targets or stop_targets(tables):
         frame, rows = first_reached(tables, target, metric), []
         write = percent if metric == METRIC else two_digits

@@ -65,7 +65,8 @@ class TierSummary:
 
     `architecture` is None if the runs chose different ones. `values` holds an estimate, or None, for upper_bound, macs,
     parameters, search_metric, test_MODEL, gain, kendall_tau and MODEL_mean, MODEL_std, MODEL_worst (fairness over the
-    tier's clients), and for texts the columns of `analysis.with_perplexity`; tier "all" has only what is over clients.
+    tier's clients), and for text data the columns of `analysis.with_perplexity`; tier "all" has only what is over
+    clients.
     """
 
     tier: str
@@ -82,7 +83,7 @@ class Summary:
 
 
 def tier_summaries(tables: Tables, bounds: Bounds) -> list[Summary]:
-    """Means and intervals over seeds, per setting and tier; settings without tiers have none."""
+    """Means and intervals over seeds, per setting and tier; settings without tiers are left out."""
     of_tiers, of_clients = with_perplexity(per_tier(tables, bounds), tables), fairness_by_tier(fairness(tables))
     both = of_tiers.merge(of_clients, on=["experiment", "run_id", "tier"], how="outer", sort=False)
     summaries = []
@@ -178,7 +179,7 @@ def cell(column: Column, tier: TierSummary) -> str:
 
 
 def tasks_text(setting: Setting) -> tuple[str, ...]:
-    """Which labels each tier has, if they differ: then the row of all tiers is a mean over tasks."""
+    """A line with the task of each tier, if tasks differ: the row of all tiers is then a mean over tasks."""
     tasks = setting.config.get("tiers", {}).get("tasks")
     if not tasks or len(set(tasks)) == 1:
         return ()
@@ -262,7 +263,7 @@ def pareto_figure(
 
 
 def pareto_pictures(pareto: pd.DataFrame, settings: Sequence[Setting], bounds: Bounds) -> Iterator[Picture]:
-    """The figure of the candidates, with the bounds in MACs of settings whose runs all have the same."""
+    """The figure of the candidates, with the MACs bounds of settings whose runs all have the same bounds."""
     upper_bounds = {}
     for setting in settings:
         runs = [{tier: bound for (of, tier), bound in bounds.items() if of == run_id} for run_id in setting.run_ids]

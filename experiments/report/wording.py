@@ -87,7 +87,7 @@ def count(value: Any) -> str:
 
 
 def with_interval(value: Estimate | None, write: Write) -> str:
-    """The mean with its interval, or the values of one or two seeds; what is equal for all seeds stands alone."""
+    """The mean with its interval, or the values of one or two seeds; one number if all seeds have the same value."""
     if value is None:
         return ABSENT
     if value.half_width is None:
@@ -123,7 +123,7 @@ REPEATED = "a repeated seed counts once, with its mean"
 INTERVALS = "Means ± 95 % intervals (Student's t) over seeds; of one or two seeds the values, which give no interval."
 
 BARS = "Error bars are 95 % intervals (Student's t) over seeds; of one or two seeds each value is a dash."
-"""What figures draw with `with_bars`."""
+"""Explains, in captions, the bars that `with_bars` draws."""
 
 
 def stage_name(kind: str) -> str:

@@ -23,7 +23,7 @@ PLAN = "ablation.json"
 VERSION = 4
 """Plans carry their own hash from version 3 on, because trials that have not begun are run as the plan says.
 
-Those of version 1 hold every trial's whole configuration instead of its differences from that of the first.
+Plans of version 1 hold every trial's whole configuration instead of its differences from the first trial's.
 """
 FIRST_HASHED = 3
 
@@ -88,7 +88,7 @@ class Ablation:
         figures: names of the report's figures.
         scheduler: the fields of `SchedulerConfig`.
         overrides: overrides of all trials, as `key=value`.
-        search: of a Bayesian search the fields of `SearchConfig` and its `axes`; `trials` are those suggested so far.
+        search: for a Bayesian search, the fields of `SearchConfig` and its `axes`; `trials` are those suggested so far.
     """
 
     ablation_id: str
@@ -127,9 +127,9 @@ def new_ablation_id(root: Path, name: str) -> str:
 
 
 def write_ablation(root: Path, ablation: Ablation, *, replaces: bool = False) -> None:
-    """Writes the plan atomically; FileExistsError if there is one, unless a search goes on and `replaces` it."""
+    """Writes the plan atomically; FileExistsError if one exists, unless a continuing search `replaces` it."""
     folder = ablation.folder(root)
-    folder.mkdir(parents=True, exist_ok=True)  # it is there if whoever began it was killed before the plan was written
+    folder.mkdir(parents=True, exist_ok=True)  # exists if an earlier process was killed before it wrote the plan
     if (folder / PLAN).exists() and not replaces:
         raise FileExistsError(f"{folder / PLAN} is there: plans are written once")
     base = ablation.trials[0].config if ablation.trials else {}
@@ -156,7 +156,7 @@ def read_ablation(folder: Path) -> Ablation:
         axes = {name: tuple(axis_values) for name, axis_values in values.pop("axes").items()}
         lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in ("seeds", "figures", "overrides")}
         if values["ablation_id"] != folder.name or not isinstance(values["attempts"], int):
-            raise TypeError(f"the plan of {values['ablation_id']}")  # whose files would be looked for elsewhere
+            raise TypeError(f"the plan of {values['ablation_id']}")  # its files would be looked up elsewhere
         return Ablation(**values, **lists, axes=axes, trials=trials)
     except (OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not the plan of an ablation: restore it from a copy") from error
@@ -173,9 +173,9 @@ def _read_trial(ablation_id: str, stored: Mapping[str, Any], base: Mapping[str, 
 
 
 def _differences(base: Any, values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The JSON values that differ from `base` with the names that lead to them.
+    """The JSON values that differ from `base`, each with the path of names that leads to it.
 
-    It goes down to the mappings that do not have the same names.
+    It descends as long as both sides are mappings with the same names.
     """
     if isinstance(base, Mapping) and isinstance(values, Mapping) and [*base] == [*values]:
         for name, value in values.items():
@@ -194,7 +194,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _replaced(base: Any, path: Sequence[str], value: Any) -> Any:
-    """The base with a value in the place of another; it shares with the base all else."""
+    """A copy of `base` with the value at `path` replaced; it shares everything else with `base`."""
     if not path:
         return value
     return {**base, path[0]: _replaced(base[path[0]], path[1:], value)}
@@ -224,7 +224,7 @@ def find_ablation(root: Path, word: str) -> Ablation:
 def meant_ablation(root: Path, word: str) -> Ablation | None:
     """The ablation that `word` means: its id, or the beginning of its id; None if it means runs.
 
-    Raises ValueError if several ablations, or an ablation and runs of no ablation, begin so.
+    Raises ValueError if several ablations, or an ablation and runs that are not its trials, have this prefix.
     """
     beginning = ablation_ids(root, word)
     if not beginning or word in beginning:

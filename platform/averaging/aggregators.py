@@ -1,8 +1,8 @@
-"""Aggregators: how the server makes a new value of a scalar from those that clients send for it.
+"""Aggregators: how the server computes a scalar's new value from the values that clients send.
 
-Of the weighted mean, the default, workers return partial sums (`WeightedSums`). Any other aggregator compares clients,
-so that every single update comes to the server (`KeptUpdates`). On slices each scalar is judged among the clients that
-hold it; where a rule compares whole updates, these are compared over what both hold.
+For the weighted mean, the default, workers return partial sums (`WeightedSums`). Every other aggregator compares
+clients, so the server needs every single update (`KeptUpdates`). On slices, each scalar is aggregated over the clients
+that hold it; a rule that compares whole updates compares two of them over the scalars that both hold.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Cell:
         values_n: what N clients send for it, of shape (N, *region).
         weights_n: the clients' weights, all above 0.
         old: the values before the round, of the region's shape.
-        places: of every client, the place of its update among `updates`.
+        places: per client, the index of its update in `updates`.
         updates: all updates of the round, for rules that compare whole clients.
-        comparison: the updates' distances and norms, which are found when a rule asks for them.
+        comparison: the updates' distances and norms, computed when a rule asks for them.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Cell:
 
     @property
     def distances_nn(self) -> Tensor:
-        """Squared distances between the cell's clients, (N, N) of float64.
+        """Squared distances between the cell's clients, (N, N) in float64.
 
-        Over all scalars of the model that both hold, divided by their number.
+        Each is over all scalars of the model that both clients hold, divided by their number.
         """
         places = torch.tensor(self.places)
         pairs = (places[:, None], places)
@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def norms_n(self) -> Tensor:
-        """The norms of the clients' changes, of all that they hold of the model, (N,) of float64."""
+        """The norms of the clients' changes over all scalars of the model that they hold, (N,) in float64."""
         return self.comparison.sums[2][torch.tensor(self.places)].sqrt()
 
 
@@ -69,17 +69,17 @@ Aggregator = Callable[[Cell], Tensor | None]
 
 
 ByzantineShare = Annotated[
-    float, Interval(ge=0, lt=0.5), "trimmed_mean, krum, ...: the largest share of attackers that is reckoned with"
+    float, Interval(ge=0, lt=0.5), "trimmed_mean, krum, ...: the largest share of attackers to tolerate"
 ]
 
 
 def attackers_among(clients: int, byzantine_share: float) -> int:
-    """The largest number of attackers among so many clients, if their share is at most this one."""
+    """The largest number of attackers among `clients` that does not exceed the share `byzantine_share`."""
     return int(byzantine_share * clients + 1e-9)  # 0.29 * 100 is 28.999999999999996
 
 
 def mean(cell: Cell) -> Tensor:
-    """The weighted mean (the default, of which no single update is kept)."""
+    """The weighted mean (the default, for which no single updates are kept)."""
     shares_n: Tensor = cell.weights_n / cell.weights_n.sum()
     return torch.einsum("n,n...->...", shares_n, cell.values_n)
 
@@ -105,7 +105,7 @@ AGGREGATORS: Registry[Aggregator] = Registry(
 
 @dataclass
 class KeptUpdates:
-    """All updates of a chunk or a round, in plan order; `rule` is set where they are aggregated."""
+    """All updates of a chunk or a round, in plan order; `rule`, the aggregator, is set where they are aggregated."""
 
     kept: list[Update] = field(default_factory=list)
     rule: ComponentSpec | None = None
@@ -117,19 +117,19 @@ class KeptUpdates:
 
     @property
     def weigh_nothing(self) -> bool:
-        """Whether there are updates, and all weights of all of them are 0."""
+        """Whether there are updates, but all their weights are 0."""
         return bool(self.kept) and not any(any(update.weights.values()) for update in self.kept)
 
     @property
     def size_bytes(self) -> int:
-        """The memory that the updates take."""
+        """The memory that the updates take, in bytes."""
         return sum(bytes_of(update.tensors) for update in self.kept)
 
     def add(self, update: Update) -> None:
-        """Keeps a copy of a client's update in main memory; ValueError for weights that are none."""
+        """Keeps a copy of a client's update in main memory; raises ValueError for invalid weights."""
         check_weights(update)
         tensors = {name: tensor.detach() for name, tensor in update.tensors.items()}
-        copies = moved(tensors, torch.device("cpu"))  # of those on a device; the others are themselves
+        copies = moved(tensors, torch.device("cpu"))  # copies those on a device, but returns CPU tensors themselves
         for name, tensor in tensors.items():
             if copies[name] is tensor:
                 copies[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -140,9 +140,9 @@ class KeptUpdates:
         self.kept += other.kept
 
     def finish(self, old: Weights, min_contributors: int = 1, singly: Container[str] = ()) -> Averaged:
-        """The new weights, as `WeightedSums.finish`: where too few clients hold a scalar it keeps its old value.
+        """The new weights, as in `WeightedSums.finish`: a scalar that too few clients hold keeps its old value.
 
-        The tensors named by `singly` are no part of the model (such as a local rule's), and are averaged.
+        The tensors named by `singly` are not part of the model (such as a local rule's), and are averaged.
         """
         rule = self.rule or ComponentSpec(MEAN)
         return aggregated(self.kept, (rule.name, AGGREGATORS.make(rule)), old, min_contributors, singly)
@@ -197,7 +197,7 @@ def _checked(rule_name: str, cell: Cell, new: object) -> Tensor:
 
 
 def _pieces(updates: Sequence[Update]) -> dict[str, list[_Piece]]:
-    """Per shared tensor what clients have trained of it, in plan order."""
+    """Per shared tensor, the parts of it that clients trained, in plan order."""
     pieces = dict[str, list[_Piece]]()
     for update_index, update in enumerate(updates):
         for name in update.tensors:
@@ -209,14 +209,14 @@ def _pieces(updates: Sequence[Update]) -> dict[str, list[_Piece]]:
 
 
 def _cells_with_pieces(pieces: Sequence[_Piece]) -> Iterator[tuple[Region, list[_Piece]]]:
-    """The regions that the same clients hold, of those that anybody holds."""
+    """The regions that the same clients hold, each with these clients' pieces; regions without holders are left out."""
     for region in cells([piece.region for piece in pieces]):
         if held := [piece for piece in pieces if inside(region, piece.region)]:
             yield region, held
 
 
 class _Piece(NamedTuple):
-    """What a client sends of a shared tensor: values of a region, by the place, weight and factor of its update."""
+    """A client's values for a region of a shared tensor, with the index, weight and factor of its update."""
 
     region: Region
     values: Tensor
@@ -226,13 +226,13 @@ class _Piece(NamedTuple):
 
 
 COLUMNS = 2**13
-"""Scalars of every update that are compared at once: 100 updates of these take 7 MB, which caches hold."""
+"""The number of scalars per update that are compared at once: for 100 updates they take 7 MB, which fits in caches."""
 
 
 class Comparison:
     """The distances between a round's updates, and the norms of their changes.
 
-    Of all floating-point tensors of the model, batch norm's statistics among them, because clients can lie in any.
+    They cover all floating-point tensors of the model, including batch norm's statistics: clients can lie in any.
     """
 
     def __init__(self, pieces_by_name: Mapping[str, Sequence[_Piece]], old: Weights, num_updates: int) -> None:
@@ -240,7 +240,7 @@ class Comparison:
 
     @cached_property
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Squared distances over what two updates share, the sizes of that, and squared norms, by places (float64)."""
+        """Squared distances (N, N) over shared scalars, the numbers of these (N, N), squared norms (N,); float64."""
         squares_nn = torch.zeros(self._num_updates, self._num_updates, dtype=torch.float64)
         sizes_nn, norms_n = torch.zeros_like(squares_nn), torch.zeros(self._num_updates, dtype=torch.float64)
         for name, pieces in self._pieces_by_name.items():
@@ -257,9 +257,9 @@ class Comparison:
 
 
 def _gram(values: Sequence[Tensor], old: Tensor) -> Tensor:
-    """The products of all pairs of changes, (N, N) of float64.
+    """The inner products of all pairs of changes, (N, N) in float64.
 
-    Of changes, and in float64: a distance is a small difference of large products.
+    Uses changes instead of values, and float64, because a distance is a small difference of large products.
     """
     flat, before = [v.reshape(-1) for v in values], old.reshape(-1)
     gram_nn = torch.zeros(len(values), len(values), dtype=torch.float64)

@@ -1,14 +1,14 @@
-"""Attackers: clients that train on false labels, or send something else than what they have trained.
+"""Attackers: clients that train on false labels, or send something other than what they trained.
 
-`attack.share` of the clients are attackers (`World.attackers`). An attack says what they do, in one or more of three
-places, and knows nothing of slices, chunks and messages:
+`attack.share` of the clients are attackers (`World.attackers`). An attack defines what they do, in one or more of three
+methods, which do not handle slices, chunks or messages:
 
     client   labels       the labels of an attacker's training samples
-             change       the change that it sends, from the one that it has trained
-    server   colluding    the change that all attackers of a round send, from the ones that they have trained
+             change       the change that it sends, given the one that it trained
+    server   colluding    the change that all attackers of a round send, given the ones that they trained
 
-Colluders see each other's changes and no others. As they may be trained in different processes, their updates are
-replaced where all of a round's have arrived, before anything else looks at them.
+Colluders see only each other's changes. Because they may be trained in different processes, the server replaces their
+updates once all updates of the round have arrived, before anything else reads them.
 
     Label flip         Tolpegin, Truex, Gursoy, Liu: Data Poisoning Attacks Against Federated Learning Systems. ESORICS
                        2020; every class y of C becomes C - 1 - y (Fang, Cao, Jia, Gong 2020)
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 
 class Collusion(NamedTuple):
-    """A region of a parameter: what N attackers have trained, and how many clients and attackers the round has.
+    """A region of a parameter: the changes that N attackers trained, and the round's numbers of clients and attackers.
 
-    `changes_n` is of shape (N, *region); attackers that do not hold the region are not among them.
+    `changes_n` is of shape (N, *region), without the attackers that do not hold the region.
     """
 
     changes_n: Tensor
@@ -59,10 +59,10 @@ class Collusion(NamedTuple):
 
 
 class Attack:
-    """Base class of attacks, with which attackers are honest; override what they do.
+    """Base class of attacks, whose attackers behave honestly; override the methods that attack.
 
-    Attacks are frozen dataclasses, as they are sent to the clients. Keyword parameters of the constructor are options
-    (`attack.options.NAME`).
+    Attacks are frozen dataclasses, because they are sent to the clients. Keyword parameters of the constructor are
+    options (`attack.options.NAME`).
     """
 
     @property
@@ -79,23 +79,23 @@ class Attack:
         return change
 
     def colluding(self, about: Collusion) -> Tensor | None:  # noqa: ARG002
-        """The change of a region that all attackers send; None for each its own."""
+        """The change of a region that all attackers send; None if each sends its own."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelFlip(Attack):
-    """Trains on labels in reverse order: the first class for the last one."""
+    """Trains on labels in reverse order: the first class becomes the last one."""
 
     def labels(self, labels: Tensor, num_classes: int) -> Tensor:
-        return torch.where(labels >= 0, num_classes - 1 - labels, labels)  # below 0 are places without a label
+        return torch.where(labels >= 0, num_classes - 1 - labels, labels)  # below 0: no label
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignFlip(Attack):
-    """Sends the opposite of the change, or a multiple of it."""
+    """Sends the negated change, or a multiple of it."""
 
-    scale: Annotated[float, POSITIVE, "sign_flip: the length of what is sent in lengths of the change"] = 1.0
+    scale: Annotated[float, POSITIVE, "sign_flip: the factor that scales the negated change"] = 1.0
 
     def change(self, change: Tensor, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         return -self.scale * change
@@ -105,7 +105,7 @@ class SignFlip(Attack):
 class Gaussian(Attack):
     """Sends normal noise instead of a change."""
 
-    deviation: Annotated[float, POSITIVE, "gaussian: the standard deviation of what is sent"] = 1.0
+    deviation: Annotated[float, POSITIVE, "gaussian: the standard deviation of the noise sent"] = 1.0
 
     def change(self, change: Tensor, generator: torch.Generator) -> Tensor:
         noise = torch.randn(change.shape, generator=generator) * self.deviation  # on CPUs, for equal bits on any device
@@ -114,11 +114,11 @@ class Gaussian(Attack):
 
 @dataclass(frozen=True, kw_only=True)
 class Alie(Attack):
-    """All send the colluders' mean, moved by as many deviations as still look honest."""
+    """All attackers send their mean change, shifted by as many standard deviations as still look honest."""
 
-    z: Annotated[
-        float | None, ZERO_OR_MORE, "alie: deviations from the mean; null: the paper's, of clients and attackers"
-    ] = None
+    z: Annotated[float | None, ZERO_OR_MORE, "alie: standard deviations from the mean; null: the paper's formula"] = (
+        None
+    )
 
     def colluding(self, about: Collusion) -> Tensor:
         z = largest_deviation(about.clients, about.attackers) if self.z is None else self.z
@@ -127,9 +127,9 @@ class Alie(Attack):
 
 @dataclass(frozen=True, kw_only=True)
 class InnerProduct(Attack):
-    """All send the opposite of the colluders' mean."""
+    """All attackers send their negated mean change, scaled by `epsilon`."""
 
-    epsilon: Annotated[float, POSITIVE, "inner_product: the length of what is sent in lengths of the mean"] = 0.5
+    epsilon: Annotated[float, POSITIVE, "inner_product: the factor that scales the negated mean"] = 0.5
 
     def colluding(self, about: Collusion) -> Tensor:
         return -self.epsilon * about.changes_n.mean(dim=0)
@@ -160,7 +160,7 @@ ATTACKS: Registry[Attack] = Registry(
 
 
 def attack(choice: ComponentSpec) -> Attack:
-    """The chosen attack; PluginError if it is none."""
+    """The chosen attack; raises PluginError if it is not an `Attack`."""
     made: object = ATTACKS.make(choice)
     if not isinstance(made, Attack):
         raise PluginError(f"attack {choice.name!r} is no Attack: derive the class from {__name__}.Attack")
@@ -183,10 +183,10 @@ class Attackers(Processor):
     needs_updates: bool = False
     seed: int = 0
     places: tuple[str, int] = ("", 0)
-    """Stage and round, of which with the client's id its random stream is made."""
+    """Stage and round; with the client's id, they derive its random stream."""
 
     def begun(self, context: ServerContext) -> Attackers:
-        """Those of the cohort, as there may be many among all clients."""
+        """Keeps only the attackers of the cohort, because there may be many among all clients."""
         return replace(
             self,
             client_ids=self.client_ids.intersection(context.cohort),
@@ -229,7 +229,7 @@ class Attackers(Processor):
         return forged
 
     def _sent(self, old: Tensor, pieces: Sequence[tuple[Region, Tensor]], clients: int, attackers: int) -> Tensor:
-        """The values of a shared tensor that the attackers send, each of them those of what it holds."""
+        """The values of a shared tensor of which each attacker sends the parts that it holds."""
         values = old.clone()
         for region in cells([region for region, _ in pieces]):
             held = [part_in(tensor, box, region) for box, tensor in pieces if inside(region, box)]

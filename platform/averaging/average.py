@@ -27,14 +27,13 @@ class Update:
         tensors: new values (not changes) by their name in the client's network, parameters and buffers.
         slices: per name the shared tensor and the region of it that the values are for; `Slice(name)` is the whole
             tensor of the same name.
-        weights: per name the weight in the mean, such as the client's samples; of weight 0 was not trained and does not
-            contribute. A shared tensor that no client sends keeps its value.
-        unheld: the weight with which the old value of everything that the client did not hold counts; 0 in means over
-            those who hold a scalar.
-        factors: numbers per tensor (1 by default) whose weighted mean is known to the server rule (FedNova's local
-            steps).
-        masked: whether the tensors are residues modulo 2^32, which are added as they are, those of weight 0 as well.
-        rows: per name the ranges of the first dimension that count, of tensors that are sent whole but count in part.
+        weights: per name the weight in the mean, such as the client's number of samples; a tensor of weight 0 was not
+            trained and does not contribute. A shared tensor that no client sends keeps its value.
+        unheld: the weight in the mean of the old values of all scalars that the client does not hold; 0 if a scalar's
+            mean is over its holders alone.
+        factors: numbers per tensor (1 by default) whose weighted mean the server rule receives (FedNova's local steps).
+        masked: whether the tensors are residues modulo 2^32, which are added unweighted, including those of weight 0.
+        rows: for tensors that are sent whole but count in part, per name the ranges of the first dimension that count.
     """
 
     tensors: Weights
@@ -46,7 +45,7 @@ class Update:
     rows: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def parts(self, name: str) -> Iterator[tuple[Region, Tensor]]:
-        """What counts of a tensor, and where it lies in the supernet's."""
+        """The parts of a tensor that count, each with its region of the supernet's tensor."""
         tensor, piece = self.tensors[name], self.slices[name]
         region = whole_region(tensor) if piece.region is None else piece.region
         if name not in self.rows:
@@ -67,7 +66,7 @@ class Coverage:
 
     @classmethod
     def of(cls, weight: float, factor: float) -> "Coverage":
-        """The coverage by one update; one of weight 0, which only masked updates have, contributes nothing."""
+        """The coverage by one update; one of weight 0, which only masked updates keep, is not a contributor."""
         return cls(weight, 1 if weight else 0, weight * factor)
 
     @property
@@ -110,7 +109,7 @@ class TensorSum:
         """Starts a sum with the first update's region."""
         # Faster than zeros plus an addition: newly allocated memory is written once, not twice.
         total = tensor * weight if tensor.dtype.is_floating_point else tensor.clone()
-        # In one memory format whatever the client computed in: only such arrays travel without a copy.
+        # Contiguous, whatever memory format the client computed in: only such arrays are sent without a copy.
         return cls(region, total.contiguous(), {region: Coverage.of(weight, factor)})
 
     def include(self, region: Region) -> None:
@@ -150,7 +149,7 @@ class TensorSum:
     def finish(self, old: Tensor, fewest: int, whole_weight: float = 0.0) -> tuple[Tensor, Covered]:
         """Returns the mean where at least `fewest` updates contributed (elsewhere the old value), and those regions.
 
-        Up to `whole_weight` the old value counts for updates that do not cover a region. The sum must not be used
+        The old value counts with the weight that a region lacks up to `whole_weight`. The sum must not be used
         afterwards: if it spans the whole tensor it becomes the result in place, because a second copy of a large
         supernet costs more than the arithmetic.
         """
@@ -189,7 +188,7 @@ class WeightedSums:
 
     tensors: dict[str, TensorSum] = field(default_factory=dict)
     updates: int = 0
-    """The number of updates that were added, whatever they weigh."""
+    """The number of updates that were added, whatever their weights."""
     whole_weight: float = 0.0
     """The sum of the updates' `unheld`."""
     used_up: bool = False
@@ -197,7 +196,7 @@ class WeightedSums:
 
     @property
     def weigh_nothing(self) -> bool:
-        """Whether there are updates, and all weights of all of them are 0."""
+        """Whether there are updates, but all their weights are 0."""
         return self.updates > 0 and not self.tensors
 
     @torch.no_grad()
@@ -218,7 +217,7 @@ class WeightedSums:
             source, factor = update.slices[name].source, update.factors.get(name, 1.0)
             for region, part in update.parts(name):
                 if part.dtype == MASKED and not update.masked:
-                    part = part.long()  # a counter, of which the largest counts
+                    part = part.long()  # a counter: the largest value counts
                 if source in self.tensors:
                     self.tensors[source].add(region, part, weight, factor)
                 else:
@@ -242,7 +241,7 @@ class WeightedSums:
     def finish(self, old: Weights, min_contributors: int = 1, singly: Container[str] = ()) -> Averaged:
         """Returns the new weights: scalars covered by fewer than `min_contributors` updates keep their old value.
 
-        For the tensors named by `singly`, which are no part of the model, one update is enough.
+        For the tensors named by `singly`, which are not part of the model, one update is enough.
 
         Tensors of `old` that no update covers are returned without a copy. The sums are consumed: adding to them,
         merging or finishing them afterwards raises ValueError.
@@ -251,7 +250,7 @@ class WeightedSums:
         self.used_up = True
         fewest = max(1, min_contributors)
         if self.whole_weight and self.updates >= fewest:
-            fewest = 1  # who does not hold a scalar contributes its old value
+            fewest = 1  # clients that do not hold a scalar contribute its old value
         done = {
             name: tensor_sum.finish(old[name], 1 if name in singly else fewest, self.whole_weight)
             for name, tensor_sum in self.tensors.items()
@@ -267,7 +266,7 @@ class WeightedSums:
 def check_weights(update: Update) -> None:
     """Raises ValueError for a weight that sums cannot take.
 
-    It is asked before the first tensor is added, because a partly added update cannot be removed from the sums.
+    Called before the first tensor is added, because a partly added update cannot be removed from the sums.
     """
     weights = {"everything that is not held": update.unheld}
     for name in update.tensors:

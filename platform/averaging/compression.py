@@ -1,41 +1,40 @@
-"""Compression of what clients send and receive: top-k with error feedback, QSGD, uniform steps; what may come before.
+"""Compression of messages: top-k with error feedback, QSGD and uniform quantisation; and clipping and noise before it.
 
-top_k (Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory", Alg. 1; here of a round's change instead of a
-step's gradient), with the client's memory m, at first 0:
+top_k (Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory", Alg. 1; here for a round's change instead of a
+step's gradient), with the client's memory m, initially 0:
 
-    p <- its change + m
-    sends the share `share` of p, the largest by magnitude of all parameters together, and which they are
+    p <- the change + m
+    sends the largest share `share` of p by magnitude, over all parameters together, and its positions
     m <- p - what was sent
 
 qsgd (Alistarh et al. 2017, "QSGD", Sec. 3.1), for every tensor v of the change, with s levels:
 
-    sends |v|_2, and for every scalar its sign and a level: s |v_i| / |v|_2, rounded up or down at random such that
-        its expectation is that
-    is read as |v|_2 sign level / s
+    sends |v|_2, and for every scalar its sign and a level: s |v_i| / |v|_2, rounded up or down at random without bias
+    the receiver reads |v|_2 sign level / s
 
 uniform: the same with the largest |v_i| in place of |v|_2, and as many levels as fit into `bits` with their signs.
 
-**Bytes.** A value costs 4 bytes; which were sent a bit for each or 4 bytes for each that is, whichever is less. A level
-with its sign takes the smallest whole number of bits that tells all of them apart, and a tensor 4 bytes more for its
-scale. (QSGD's Elias code is shorter where most levels are 0; its length depends on the values, so that it could not be
-known before a run.) Buffers such as running statistics, and what local rules send, travel as they are.
+**Bytes.** A value costs 4 bytes. The positions cost one bit per parameter or 4 bytes per value sent, whichever is less.
+A level with its sign takes the smallest whole number of bits that tells all signed levels apart, and each tensor takes
+4 bytes more for its scale. (QSGD's Elias code is shorter if most levels are 0, but its length depends on the values, so
+it is not known before a run.) Buffers such as running statistics, and what local rules send, are not compressed.
 
-**From the server.** With `direction` down or both, quantisers also encode the shared weights, once per round, as
-whole tensors; clients start from slices of what is decoded, and a slice costs its own levels and the scales of its
-tensors. The server keeps the exact weights w and adds the mean change to them, so that what was rounded off is in the
-next round's message (its error feedback; w is its memory):
+**From the server.** With `direction` down or both, quantisers also encode the shared weights, once per round and as
+whole tensors. Clients start from slices of the decoded weights; a slice costs its own levels and the scales of its
+tensors. The server keeps the exact weights w and adds the mean change to them, so the next round's message makes up for
+what rounding lost (error feedback with w as the memory):
 
     server:  w' <- decoded(encoded(w)), to all clients
              w <- w + mean change from w' where clients cover it
 
-top_k has no such direction: clients that were not in all rounds before have nothing to which it could add.
+top_k cannot compress in this direction: a client that missed a round lacks the weights to which changes would be added.
 
-**Slices.** The memory has the coordinates of the shared weights: a client that trains other slices in a later round
-adds what it has not sent of these. **Privacy.** The clipping of `method.train.privacy` comes last and bounds what
-arrives, that from the memory as well; what it cuts off is not remembered.
+**Slices.** The memory is in the coordinates of the shared weights: a client that trains other slices in a later round
+adds what it has not yet sent of those slices. **Privacy.** The clipping of `method.train.privacy` comes last and bounds
+all that arrives, including what comes from the memory; what it cuts off is not remembered.
 
-GRACE's top-k with residual memory sends and remembers the same bits, round after round, of one tensor (of several it
-chooses in each, here the largest of all are sent); its QSGD has the same levels for the same draws.
+For a single tensor, GRACE's top-k with residual memory sends and remembers the same bits in every round; for several,
+it selects within each tensor, here over all of them. Its QSGD gives the same levels for the same random draws.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ from fedloom.platform.spaces.slices import FLOAT_BYTES, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(Processor):
-    """Scales a client's change of all parameters together to at most `max_norm`; `privacy` accounts for an epsilon."""
+    """Scales a client's change, over all parameters, to a norm of at most `max_norm`; for an epsilon, use `privacy`."""
 
     max_norm: Annotated[float, POSITIVE, "clip: the largest Euclidean norm of a client's change"] = 1.0
     kind = "clip"
@@ -79,7 +78,7 @@ class Clip(Processor):
 class Noise(Processor):
     """Adds Gaussian noise to every parameter's change before it leaves the client; no epsilon is accounted for."""
 
-    noise_std: Annotated[float, ZERO_OR_MORE, "noise: the standard deviation of every change's noise"] = 0.01
+    noise_std: Annotated[float, ZERO_OR_MORE, "noise: the standard deviation of the noise on every change"] = 0.01
     kind = "noise"
 
     def on_client(self, message: Message) -> Message:
@@ -92,7 +91,7 @@ class Noise(Processor):
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Processor):
-    """Sends the largest changes, and adds what it has not sent to the client's change of its next round."""
+    """Sends the largest changes, and adds what it has not sent to the client's change in its next round."""
 
     share: Annotated[float, SHARE, "top_k: the share of the changes that is sent"] = 0.1
     shortens_updates = True
@@ -104,7 +103,7 @@ class TopK(Processor):
         changes = {name: change + memory[name] for name, change in message.changes().items()}
         for name, left_out in smallest(changes, self.share).items():
             tensor = message.update.tensors[name]
-            # Not received + change: with an empty memory what is sent keeps its bits.
+            # Not received + change: with an empty memory, the sent values keep their bits.
             tensor.copy_(torch.where(left_out, message.received[name], tensor + memory[name]))
             memory[name].copy_(changes[name] * left_out)
         return replace(message, traffic=self.expected(message.traffic))
@@ -115,7 +114,7 @@ class TopK(Processor):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor as it is sent: whole levels from -s to s, and what level s stands for."""
+    """A tensor as it is sent: whole levels from -s to s, and the value of level s, `scale`."""
 
     levels: Tensor
     scale: float
@@ -127,7 +126,7 @@ class Encoded:
 
 
 def encoded(values: Tensor, scale: float, s: int, generator: torch.Generator) -> Encoded:
-    """The values in whole levels, rounded at random such that their expectation is the value; 0 stays 0.
+    """The values in whole levels, rounded at random without bias; 0 stays 0.
 
     No magnitude may be above `scale`.
     """
@@ -140,7 +139,7 @@ def encoded(values: Tensor, scale: float, s: int, generator: torch.Generator) ->
 
 
 def quantised_bytes(scalars: int, tensors: int, s: int) -> int:
-    """The bytes of so many scalars in levels from -s to s, with one scale per tensor."""
+    """The size in bytes of `scalars` values in levels from -s to s, with one scale per tensor."""
     bits = (2 * s).bit_length()
     return -(-bits * scalars // 8) + FLOAT_BYTES * tensors
 
@@ -162,11 +161,11 @@ class Quantiser(Processor):
         raise NotImplementedError
 
     def scale_of(self, values: Tensor) -> float:
-        """What the highest level of a tensor stands for."""
+        """The value of a tensor's highest level."""
         raise NotImplementedError
 
     def read(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """A tensor as the other side reads it."""
+        """A tensor as the receiver decodes it."""
         return encoded(values, self.scale_of(values), self.s, generator).decoded()
 
     @torch.no_grad()
@@ -191,15 +190,15 @@ class Quantiser(Processor):
         )
 
     def in_levels(self, payload: Payload) -> Payload:
-        """The payload with its scalars in levels."""
+        """The payload if its scalars are sent as levels."""
         return payload.recoded(quantised_bytes(payload.scalars, payload.tensors, self.s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qsgd(Quantiser):
-    """QSGD: levels in steps of the tensor's Euclidean norm."""
+    """QSGD: levels as fractions of the tensor's Euclidean norm."""
 
-    levels: Annotated[int, Interval(ge=1, le=32767), "qsgd: s, the levels above 0; 7 take 4 bits with their sign"] = 7
+    levels: Annotated[int, Interval(ge=1, le=32767), "qsgd: s, the levels above 0; 7 take 4 bits, sign included"] = 7
 
     @property
     def s(self) -> int:
@@ -211,9 +210,9 @@ class Qsgd(Quantiser):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Quantiser):
-    """Uniform quantisation with stochastic rounding: levels in steps of the tensor's largest change."""
+    """Uniform quantisation with stochastic rounding: levels as fractions of the tensor's largest magnitude."""
 
-    bits: Annotated[Literal[4, 8], "uniform: bits of a change with its sign"] = 8
+    bits: Annotated[Literal[4, 8], "uniform: bits per value, sign included"] = 8
 
     @property
     def s(self) -> int:

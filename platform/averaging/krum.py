@@ -1,24 +1,25 @@
 """Krum and Multi-Krum (Blanchard et al. 2017), and Bulyan over Krum (El Mhamdi et al. 2018).
 
     Blanchard, El Mhamdi, Guerraoui, Stainer: Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent.
-    NeurIPS 2017, section 4. Of n vectors, f of them of attackers, n >= 2 f + 3:
+    NeurIPS 2017, section 4. For n vectors, f of them from attackers, n >= 2 f + 3:
 
         score(i) = sum of ||V_i - V_j||^2 over the n - f - 2 vectors V_j that are closest to V_i
-        Krum         the vector of the smallest score
-        Multi-Krum   the mean of the m vectors of the smallest scores; here m = n - f - 2
+        Krum         the vector with the smallest score
+        Multi-Krum   the mean of the m vectors with the smallest scores; here m = n - f - 2
 
     El Mhamdi, Guerraoui, Rouault: The Hidden Vulnerability of Distributed Learning in Byzantium. ICML 2018, section 4.
-    Of n >= 4 f + 3 vectors:
+    For n >= 4 f + 3 vectors:
 
-        S = {}; theta = n - 2 f times: the vector that Krum chooses among those that are left goes to S
+        S = {}; theta = n - 2 f times: move the vector that Krum chooses among the remaining ones to S
         for every coordinate: the mean of the beta = theta - 2 f values of S that are closest to their median
 
-Distances are those of whole updates. On slices two of them are compared over what both hold, divided by its size, and
-every scalar is judged among those who hold it: n is their number, and f the largest that `byzantine_share` allows.
+Distances are between whole updates. On slices, two updates are compared over the scalars that both hold, divided by
+their number. Each scalar is aggregated over the clients that hold it: n is their number, and f the largest number that
+`byzantine_share` allows.
 
-On the same vectors Flower's aggregates are the same to rounding. Two other published codes are not the papers': those
-of ByzantineMomentum and of ALIE's authors score by distances instead of their squares, over n - f - 1 and n - f of
-them, and their Bulyan averages or trims otherwise; Krum's choice was the same in all that were tried.
+On the same vectors, Flower's results are the same up to rounding. Two other published implementations deviate from the
+papers: those of ByzantineMomentum and of ALIE's authors score by distances instead of their squares, over n - f - 1 and
+n - f of them, and their Bulyan averages or trims differently; Krum's choice was the same in all cases tried.
 """
 
 from typing import Annotated
@@ -52,7 +53,7 @@ def bulyan(
     cell: Cell,
     *,
     byzantine_share: Annotated[
-        float, Interval(ge=0, lt=0.25), "bulyan: the largest share of attackers that is reckoned with"
+        float, Interval(ge=0, lt=0.25), "bulyan: the largest share of attackers to tolerate"
     ] = 0.1,
 ) -> Tensor | None:
     """The mean of the n - 4 f values closest to the median of those that Krum chooses; None for n < 4 f + 3."""
@@ -66,7 +67,7 @@ def bulyan(
 
 
 def _closest(ordered_s: Tensor, centre: Tensor, count: int) -> Tensor:
-    """So many of the values that are closest to the centre: in ascending order they are neighbours."""
+    """The `count` values closest to the centre, which are adjacent in ascending order."""
     first = torch.zeros(centre.shape, dtype=torch.int64)
     nearest = torch.full_like(centre, torch.inf)
     for start in range(len(ordered_s) - count + 1):
@@ -81,9 +82,9 @@ def _counts(cell: Cell, byzantine_share: float) -> tuple[int, int]:
 
 
 def _by_score(distances_nn: Tensor, attackers: int) -> Tensor:
-    """The clients by their scores, the smallest first; of equal scores the first in plan order.
+    """The clients' indices in ascending order of score; ties keep plan order.
 
-    Bulyan's last choices are among so few that a client would have no neighbour; there the closest one counts.
+    Bulyan's last choices are among so few clients that none would have a neighbour; then the closest one counts.
     """
     others_nn = distances_nn.clone().fill_diagonal_(torch.inf).sort(dim=1).values
     neighbours = max(1, len(distances_nn) - attackers - 2)

@@ -6,14 +6,15 @@
         the server sends w_t to all clients; client i answers g_i, an attacker anything
         for every coordinate k:
             option I    g_k = med{g_ik : i}
-            option II   g_k = trmean_beta{g_ik : i}: the mean without the largest and the smallest beta-th of them
+            option II   g_k = trmean_beta{g_ik : i}: the mean without the largest and the smallest share beta of them
         w_{t+1} = w_t - eta g
 
-Here clients send weights, which a median moves as it does changes. The values of a coordinate are those of the clients
-that hold it; all of them count alike, as a client's number of samples is its own claim.
+Here clients send weights, whose median is the old weight plus the median of the changes. A coordinate's values are
+those of the clients that hold it. All of them count equally, because a client's number of samples is its own claim.
 
-Flower's are the same to rounding, as is ByzantineMomentum's trimmed mean; its median of an even number is the lower of
-the two in the middle, and the trimmed mean of ALIE's authors averages the values closest to the median.
+Flower's implementations give the same up to rounding, as does ByzantineMomentum's trimmed mean. ByzantineMomentum's
+median of an even number of values is the lower of the two middle ones, and the trimmed mean of ALIE's authors averages
+the values closest to the median.
 """
 
 import numpy as np
@@ -24,12 +25,12 @@ from fedloom.platform.averaging.aggregators import ByzantineShare, Cell, attacke
 
 
 def median(cell: Cell) -> Tensor:
-    """The median of every scalar; of an even number of values the middle of two."""
+    """The median of every scalar; for an even number of values, the mean of the two middle ones."""
     return middle(ordered(cell.values_n))
 
 
 def trimmed_mean(cell: Cell, *, byzantine_share: ByzantineShare = 0.2) -> Tensor:
-    """The mean of every scalar without this share of the largest and of the smallest values (rounded down)."""
+    """The mean of every scalar without the share `byzantine_share` of largest and of smallest values (rounded down)."""
     clients = len(cell.values_n)
     trimmed = attackers_among(clients, byzantine_share)
     return ordered(cell.values_n)[trimmed : clients - trimmed].mean(dim=0)

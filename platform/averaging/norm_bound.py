@@ -4,8 +4,8 @@
 
         w_{t+1} = w_t + sum_k alpha_k Delta_k / max(1, ||Delta_k|| / M)
 
-with alpha_k the weights, which sum to 1. The server does this, as no attacker would do it to itself. On slices the norm
-is that of all that the client holds, and the mean of a scalar is that of those who hold it.
+with weights alpha_k that sum to 1. The server limits the norms, because an attacker would not limit its own. On slices,
+the norm is over all scalars that the client holds, and a scalar's mean is over the clients that hold it.
 """
 
 from typing import Annotated
@@ -19,7 +19,7 @@ from fedloom.platform.settings import POSITIVE
 
 def norm_bound(cell: Cell, *, bound: Annotated[float, POSITIVE, "norm_bound: the largest norm of a change"]) -> Tensor:
     """The weighted mean of the changes, each shortened to the bound where it is longer."""
-    factors_n = (bound / cell.norms_n).clamp(max=1)  # of a change of 0 it is infinity, so that 1 is left
+    factors_n = (bound / cell.norms_n).clamp(max=1)  # a change of 0 gives infinity, clamped to 1
     if bool((factors_n == 1).all()):
         return mean(cell)
     shares_n = cell.weights_n / cell.weights_n.sum() * factors_n.to(cell.weights_n.dtype)

@@ -1,23 +1,24 @@
 """Client-level differential privacy of the mean over slices (DP-FedAvg: McMahan et al. 2018; Abadi et al. 2016).
 
-    client k:  Delta_k <- Delta_k min(1, S / |Delta_k|), its change of all scalars that it holds, together
+    client k:  Delta_k <- Delta_k min(1, S / |Delta_k|), where Delta_k is its change over all scalars that it holds
     server:    change of scalar s <- (sum_k w_k Delta_k,s + N(0, (z S)^2)) / d_s
 
 **Sensitivity.** Let client k hold the scalars H_k (its slices, the operators of its subspace, everything), and let all
 its weights be between 0 and 1. It adds the vector (w_k,s Delta_k,s) for s in H_k, and 0 elsewhere, to the sum over all
-scalars. As |(w_k,s Delta_k,s)_s| <= max w |Delta_k| <= S, the sum without the client differs from that with it by at
-most S in the Euclidean norm, however many others hold the same scalars. So the sum is what gets noise, of the standard
-deviation z S in *every* scalar, covered in this round or not: noise where somebody trained, and none elsewhere, would
-tell who took part. The change of a scalar that k clients cover has the sensitivity S / d_s, and its noise z S / d_s is
-larger the fewer clients are expected to hold it.
+scalars. As |(w_k,s Delta_k,s)_s| <= max w |Delta_k| <= S, the sums with and without the client differ by at most S in
+the Euclidean norm, however many others hold the same scalars. Noise is therefore added to the sum, with standard
+deviation z S in *every* scalar, covered in this round or not: noise on the covered scalars alone would reveal who took
+part. The change of a scalar has sensitivity S / d_s and noise z S / d_s, which is larger the fewer clients are expected
+to hold the scalar.
 
 **Denominators.** The divisor d_s is the *expected* sum of weights, known from tiers and sampling alone. Dividing by the
-weights of the round (as a plain mean does) would make the change depend on the client in a second way: with k = 1 its
-removal would take away the noise as well. Where d_s is below `least`, the scalar is never changed. Where weights are
-capped (`weight_cap`), d_s counts holders as if each weighed 1: what they weigh less shortens the step.
+round's actual weights, as a plain mean does, would make the change depend on the client in a second way: if no other
+client covers a scalar, the client's removal would take away the noise as well. A scalar with d_s below `least` never
+changes. If weights are capped (`weight_cap`), d_s counts every holder with weight 1, so smaller weights shorten the
+step.
 
-Poisson sampling has neighbours that differ by one client (sensitivity S); cohorts of a fixed size have neighbours in
-which one client replaces another (sensitivity 2 S): the accountant is told z or z / 2.
+With Poisson sampling, neighbours differ by one client (sensitivity S); with cohorts of a fixed size, neighbours differ
+in that one client replaces another (sensitivity 2 S). The accountant receives z or z / 2 accordingly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import SliceMap, Weights, part_of, whole_region
 
 SPENT = "privacy"
-"""The JSON value that holds what all stages so far have spent of differential privacy."""
+"""The key of the JSON value that records the privacy that all stages have spent so far."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class DifferentialPrivacy(Processor):
     """Clients clip their changes and limit their weights; the server adds noise and accounts for it.
 
     Attributes:
-        clip, noise: S and z.
-        weight_cap: what weights are divided by and then limited to 1; None if no weight is above 1.
-        least_coverage: scalars that fewer clients are expected to hold are never changed.
-        delta, accountant: for epsilon.
-        mechanism, population: how a round samples its clients, and among how many.
+        clip, noise: the clipping norm S and the noise multiplier z.
+        weight_cap: weights are divided by it and then limited to 1; None if no weight is above 1.
+        least_coverage: scalars that fewer clients than this are expected to hold never change.
+        delta, accountant: delta and the accountant (`rdp` or `pld`) of epsilon.
+        mechanism, population: how a round samples its clients, and from how many.
     """
 
     clip: float
@@ -74,18 +75,18 @@ class DifferentialPrivacy(Processor):
         return privatised(averaged, context.old, expected, std, self.least_coverage, noise)
 
     def recorded(self, context: ServerContext) -> dict[str, Any]:
-        """The mechanisms of all stages' rounds, with this one."""
+        """The mechanisms of all stages' rounds, this one included."""
         return {SPENT: with_round(context.data.get(SPENT, []), self.mechanism, self.population)}
 
     def schedules(self, context: ServerContext) -> dict[str, float]:
-        """The epsilon of all rounds with this one, if there is noise."""
+        """The epsilon of all rounds, this one included, if there is noise."""
         if not self.noise:
             return {}
         return {"epsilon": epsilon(self.recorded(context)[SPENT], self.delta, self.accountant)}
 
 
 def limited(update: Update, cap: float) -> dict[str, float]:
-    """The weights divided by `cap` and limited to 1; counters, which would tell a client's samples, weigh 0."""
+    """The weights divided by `cap` and limited to 1; counters weigh 0, as they would reveal a client's sample count."""
     return {
         name: min(weight / cap, 1.0) if update.tensors[name].is_floating_point() else 0.0
         for name, weight in update.weights.items()
@@ -94,7 +95,7 @@ def limited(update: Update, cap: float) -> dict[str, float]:
 
 @torch.no_grad()
 def clip_changes(tensors: Weights, received: Weights, most: float) -> float:
-    """Scales the changes of all floating tensors together to the norm `most`, in place; returns the norm before.
+    """Scales the changes of all float tensors, in place, to a joint norm of at most `most`; returns the norm before.
 
     Changes within the limit keep their bits.
     """
@@ -104,13 +105,13 @@ def clip_changes(tensors: Weights, received: Weights, most: float) -> float:
     if norm > most:
         for name in names:
             old = received[name]
-            # A hair less than the limit: rounding must not exceed it.
+            # Slightly below the limit, so that rounding does not exceed it.
             tensors[name].copy_(old + (tensors[name] - old) * (most / norm * (1 - 1e-6)))
     return norm
 
 
 def expected_weights(rounds: Iterable[Iterable[tuple[SliceMap, float]]], like: Weights) -> dict[str, Tensor]:
-    """The mean over rounds of the summed weights of each scalar, of rounds as (slices, weight) per client."""
+    """The mean over rounds of each scalar's summed weights; a round gives (slices, weight) per client."""
     totals = {name: torch.zeros_like(t, device="cpu") for name, t in like.items() if t.is_floating_point()}
     number = 0
     for clients in rounds:
@@ -137,8 +138,8 @@ def privatised(
         averaged: the clients' mean, and the summed weights of its regions.
         old: the weights before the round.
         expected: d_s of every scalar; tensors without it (counters) keep their old values.
-        noise_std: the standard deviation z S of the sums.
-        least: the smallest d_s of scalars that change at all.
+        noise_std: the standard deviation z S of the noise on the sums.
+        least: scalars with a smaller d_s never change.
         generator: draws the noise; a deployment would use a cryptographic source.
     """
     weights, coverage = dict(old), dict[str, Covered]()
@@ -160,7 +161,7 @@ def privatised(
 
 
 def _with_fixed_denominators(averaged: Averaged, name: str, old: Tensor, divisors: Tensor) -> Tensor:
-    """old + sum of weighted changes / d; where the round's weights are d, the mean itself, bit for bit."""
+    """old + sum of weighted changes / d; where the round's weights sum to d, the mean itself, bit for bit."""
     result = old.clone()
     for region, coverage in averaged.coverage.get(name, {}).items():
         before, mean = part_of(old, region), part_of(averaged.weights[name], region)
@@ -174,15 +175,15 @@ def _with_fixed_denominators(averaged: Averaged, name: str, old: Tensor, divisor
 
 
 Mechanism = tuple[str, float, float]
-"""How clients are sampled (uniform, poisson or all), the share of the clients, and the noise multiplier z."""
+"""How clients are sampled (uniform, poisson or all), their share (uniform: their number), and the multiplier z."""
 Spent = tuple[tuple[Mechanism, int, int], ...]
 """Mechanisms, each with its population and its number of rounds."""
 DISCRETISATION = 1e-4
-"""The accountant's own interval of privacy losses."""
+"""The interval in which the accountant discretises privacy losses; its own default."""
 
 
 def accounting() -> Any:
-    """Google's library; ValueError that says how to install it if it is missing."""
+    """Google's dp_accounting library; if it is missing, raises ValueError with the install command."""
     try:
         import dp_accounting
     except ImportError as error:
@@ -193,7 +194,7 @@ def accounting() -> Any:
 
 
 def with_round(spent: list[list[Any]], mechanism: Mechanism, population: int) -> list[list[Any]]:
-    """What was spent, as [mechanism, population, rounds] each, after one more round."""
+    """The entries [mechanism, population, rounds] of the privacy spent, after one more round."""
     entries = [[*entry] for entry in spent]
     if {"uniform", "poisson"} <= {mechanism[0], *(entry[0][0] for entry in entries)}:
         raise ValueError(
@@ -249,12 +250,12 @@ def _divergences(mechanism_: Mechanism, population: int, fixed: bool) -> np.ndar
 
 @lru_cache(maxsize=8)
 def _losses(spent: Spent) -> Any:
-    """The distribution of privacy losses of all these rounds; that of all entries but the last is found once."""
+    """The privacy loss distribution of all these rounds; that of all entries but the last is cached."""
     if not spent:
         return accounting().pld.privacy_loss_distribution.identity(value_discretization_interval=DISCRETISATION)
     (sampling, share, noise), _, rounds = spent[-1]
     if sampling == "all":
-        # Rounds of everybody are together one Gaussian mechanism of less noise: a new distribution after each of them.
+        # Rounds with all clients compose to one Gaussian mechanism with less noise: each needs a new distribution.
         last = _round_losses(1.0, noise / math.sqrt(rounds))
     else:
         last = _round_losses(share, noise).self_compose(rounds)

@@ -1,10 +1,10 @@
-"""Processors: what happens to an update between a client's training and the server's mean.
+"""Processors: steps that change an update between a client's training and the server's mean.
 
-A processor has a client side, which changes what is sent and counts its bytes, and a server side, which completes or
-undoes that. A client applies its processors in order, the server in reverse, as in pfl-research's postprocessors:
+A processor has a client side, which changes the message and counts its bytes, and a server side, which completes or
+undoes the change. A client applies its processors in order, the server in reverse, as in pfl-research's postprocessors:
 
-    server   on_weights   before a round, on the shared weights: what clients receive their slices of
-             begun        before a round, on what its clients train
+    server   on_weights   before a round, on the shared weights of which clients receive slices
+             begun        before a round: returns the processor for it, which may know the cohort's slices
     client   on_labels    on the labels of its samples, before local training
              on_client    on the message, after local training
     server   on_sums      on the sums of the updates that have arrived
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 
 
 class Payload(NamedTuple):
-    """What travels in one direction: its bytes, and how many trained scalars, of how many tensors, are among it."""
+    """The traffic in one direction: its size in bytes, and the numbers of trained scalars and of their tensors."""
 
     size_bytes: int
     scalars: int
     tensors: int
 
     def recoded(self, size_bytes: int) -> Payload:
-        """The payload with its scalars in so many bytes, instead of 4 bytes each."""
+        """The payload if its scalars take `size_bytes` in total instead of 4 bytes each."""
         return self._replace(size_bytes=self.size_bytes - FLOAT_BYTES * self.scalars + size_bytes)
 
 
 class Traffic(NamedTuple):
-    """What a client receives and sends in a round; of parameters it sends the changes."""
+    """What a client receives and sends in a round; for parameters, it sends the changes."""
 
     down: Payload
     up: Payload
 
 
 def no_memory(slot: str, name: str) -> Tensor:
-    """What a message without a client's state says of it."""
+    """The default `Message.memory`: raises PluginError, because the message carries no client state."""
     raise PluginError(f"there is no state {slot} of {name}: give the Message a memory")
 
 
@@ -66,13 +66,13 @@ class Message:
 
     Attributes:
         client_id: the client.
-        update: its tensors are those of the client's network, which a processor may change in place.
-        received: the values that the client has received, by the network's names; read-only.
+        update: the client's update, whose tensors are those of its network; a processor may change them in place.
+        received: the values that the client received, by the network's tensor names; read-only.
         parameters: the names of the tensors that were trained, in the network's order.
-        traffic: what the client receives and sends, so far.
-        seed, stage, round: with the client they derive random streams (`generator`).
-        memory: the parameter's slice of the client's state in a slot, of (slot, name): initially zero, and changed in
-            place. It stays with the client until its next round, and costs memory for every client that took part.
+        traffic: what the client receives and sends, after the processors applied so far.
+        seed, stage, round: with the client's id, they derive random streams (`generator`).
+        memory: maps (slot, parameter name) to the parameter's slice of the client's state, initially zero and changed
+            in place. The state is kept until the client's next round, and costs memory for every client that took part.
     """
 
     client_id: int
@@ -86,7 +86,7 @@ class Message:
     memory: Callable[[str, str], Tensor] = no_memory
 
     def generator(self, purpose: str) -> torch.Generator:
-        """The client's random numbers for a purpose in this round."""
+        """The client's random generator for a purpose in this round."""
         return torch_stream(self.seed, purpose, self.stage, self.round, self.client_id)
 
     @torch.no_grad()
@@ -109,12 +109,12 @@ class ServerContext:
         stage, round: the stage's name and the round, from 0; with `seed` they derive random streams (`torch_stream`).
         old: the shared weights before the round.
         data: the run's JSON state before the round.
-        min_contributors: the fewest clients that change a scalar.
+        min_contributors: the number of clients that must cover a scalar for it to change.
         cohort: the round's clients, in plan order.
         parameters: the names of the shared tensors that are trained.
-        held: the slices that every client of the cohort trains, by client id.
-        answered: the clients whose updates have arrived, once they have.
-        expected_weights: finds the expected sum of the clients' weights of every scalar, from tiers and sampling alone.
+        held: returns the slices that each client of the cohort trains, by client id.
+        answered: the clients whose updates have arrived; empty before.
+        expected_weights: returns each scalar's expected sum of client weights, known from tiers and sampling alone.
     """
 
     stage: str
@@ -131,13 +131,13 @@ class ServerContext:
 
 
 class Processor:
-    """Base class of processors, which changes nothing; override what is needed.
+    """Base class of processors, which changes nothing; override the methods that you need.
 
-    Processors are frozen dataclasses, as they are sent to the clients. Keyword parameters of the constructor are
-    options (`method.train.options.NAME`). `shortens_updates` says that a part of the client's change is left out,
-    which rules that need whole changes refuse. `least_contributors` is the fewest clients that may change a scalar;
-    `needs_updates` asks for every single update, for `on_updates`. `kind` says what it does, for the order of a chain
-    (`check_order`).
+    Processors are frozen dataclasses, because they are sent to the clients. Keyword parameters of the constructor are
+    options (`method.train.options.NAME`). `shortens_updates`: the processor drops a part of the client's change, which
+    rules that need whole changes refuse. `least_contributors`: the minimum number of clients that may change a scalar.
+    `needs_updates`: the server must keep every single update, for `on_updates`. `kind`: what the processor does, which
+    restricts its place in a chain (`check_order`).
     """
 
     shortens_updates: bool = False
@@ -146,14 +146,14 @@ class Processor:
     kind: Kind = "other"
 
     def on_weights(self, parameters: Weights, context: ServerContext) -> Weights | None:  # noqa: ARG002
-        """The shared parameters as clients receive them, in `context.round`; None: as they are.
+        """The shared parameters as clients receive them in `context.round`; None leaves them unchanged.
 
-        The server keeps its own, and adds the mean change of what clients have received to them.
+        The server keeps its own parameters, and adds to them the clients' mean change from what they received.
         """
         return None
 
     def begun(self, context: ServerContext) -> Processor:  # noqa: ARG002
-        """The processor of one round, such as one that knows what the cohort's clients hold."""
+        """The processor to use in one round, such as one that knows which slices the cohort holds."""
         return self
 
     def on_labels(self, client_id: int, labels: Tree, num_classes: int) -> Tree:  # noqa: ARG002
@@ -165,15 +165,15 @@ class Processor:
         return message
 
     def expected(self, traffic: Traffic) -> Traffic:
-        """What `on_client` makes of this traffic, without training."""
+        """The traffic after `on_client`, computed without training."""
         return traffic
 
     def on_sums(self, sums: WeightedSums, context: ServerContext) -> WeightedSums:  # noqa: ARG002
-        """The sums of the updates, given those that have arrived."""
+        """The sums that the server uses, given those of the updates that have arrived."""
         return sums
 
     def on_updates(self, updates: Mapping[int, Update], context: ServerContext) -> Mapping[int, Update]:  # noqa: ARG002
-        """The updates that have arrived by client, in plan order, where the server gets every single one."""
+        """The updates that the server uses, by client in plan order; called if the server keeps every single update."""
         return updates
 
     def on_mean(self, averaged: Averaged, context: ServerContext) -> Averaged:  # noqa: ARG002
@@ -193,7 +193,7 @@ Processors = tuple[Processor, ...]
 
 
 Kind = Literal["clip", "noise", "sparsify", "quantise", "other"]
-"""What a processor does with the client's changes; the first four come in this order, each once."""
+"""What a processor does to the client's changes; the first four must come in this order, each at most once."""
 
 ORDER: tuple[Kind, ...] = ("clip", "noise", "sparsify", "quantise")
 WHY_NOT: Mapping[tuple[Kind, Kind], str] = {
@@ -208,13 +208,13 @@ WHY_NOT: Mapping[tuple[Kind, Kind], str] = {
     ("quantise", "noise"): "values with noise are no whole levels, which are what is counted in bytes",
     ("quantise", "sparsify"): "what is left out would be chosen, and remembered, after rounding",
 }
-"""Why a processor of the second kind does not come after one of the first."""
+"""Why a processor of the second kind must not come after one of the first kind."""
 
 
 def check_order(named: Sequence[tuple[str, Processor]], key: str) -> None:
-    """Raises ValueError for processors in an order that their theory does not allow; `key` is the stage's.
+    """Raises ValueError for processors in an order that their theory does not allow; `key` is the stage's config key.
 
-    The clipping of `privacy` comes after all of them, because it bounds what arrives, whatever was done before.
+    The clipping of `privacy` comes after all of them, because it must bound what arrives at the server.
     """
     ordered = [(name, each.kind) for name, each in named if each.kind in ORDER]
     for (first, before), (second, after) in pairwise(ordered):
@@ -226,7 +226,7 @@ def check_order(named: Sequence[tuple[str, Processor]], key: str) -> None:
 
 
 def sent(processors: Processors, message: Message) -> Message:
-    """The message after all client sides, in order."""
+    """The message after the client sides of all processors, in order."""
     for each in processors:
         after: object = each.on_client(message)
         if not isinstance(after, Message):
@@ -236,7 +236,7 @@ def sent(processors: Processors, message: Message) -> Message:
 
 
 def expected_traffic(processors: Processors, traffic: Traffic) -> Traffic:
-    """What all processors make of this traffic, in order."""
+    """The traffic after all processors, in order, computed without training."""
     for each in processors:
         traffic = each.expected(traffic)
     return traffic
@@ -246,24 +246,24 @@ def expected_traffic(processors: Processors, traffic: Traffic) -> Traffic:
 
 
 By = Literal["change", "weight"]
-"""What decides which changes are sent: their own size, or that of the trained values."""
+"""The criterion by which changes are sent: their own magnitude, or that of the trained values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsify(Processor):
-    """Sends a share of the changes, the largest of all parameters together; the others count as no change.
+    """Sends only the largest `share` of the changes, ranked over all parameters together; the others become 0.
 
-    With `by` weight, it sends the changes of the largest trained values.
+    With `by=weight`, it sends the changes of the largest trained values instead.
     """
 
     share: Annotated[float, SHARE, "sparsify: the share of the changes that is sent"] = 0.1
-    by: Annotated[By, "sparsify: largest by their own size, or by that of the trained values"] = "change"
+    by: Annotated[By, "sparsify: ranks changes by their own size, or by the trained values' size"] = "change"
     shortens_updates = True
     kind = "sparsify"
 
     @torch.no_grad()
     def on_client(self, message: Message) -> Message:
-        """Resets the other parameters to the received values, in place."""
+        """Resets the values whose changes are not sent to the received ones, in place."""
         trained = {name: message.update.tensors[name] for name in message.parameters}
         if self.share < 1 and trained:
             left_out = smallest(trained if self.by == "weight" else message.changes(), self.share)
@@ -276,19 +276,19 @@ class Sparsify(Processor):
 
 
 def with_share(processors: Processors, share: float) -> Processors:
-    """The processors with another share of a client's changes to be sent."""
+    """The processors with `share` as the share of changes that is sent; adds a `Sparsify` if there is none."""
     if not any(isinstance(each, Sparsify) for each in processors):
         return (Sparsify(share=share), *processors)
     return tuple(replace(each, share=share) if isinstance(each, Sparsify) else each for each in processors)
 
 
 def kept_of(parameters: int, share: float) -> int:
-    """The number of changes that are sent of so many parameters, at least one."""
+    """The number of changes that are sent for this number of parameters: at least one, if there are any."""
     return max(1, math.ceil(share * parameters)) if parameters else 0
 
 
 def smallest(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-    """Where all but this share of the values are, the largest by magnitude of all together; of equal ones the last."""
+    """Masks of all values but the largest `share` by magnitude, ranked over all tensors; among ties the first stay."""
     size = torch.cat([value.flatten() for value in values.values()]).abs()
     left_out = torch.zeros(len(size), dtype=torch.bool, device=size.device)
     left_out[torch.argsort(size, descending=True, stable=True)[kept_of(len(size), share) :]] = True
@@ -297,7 +297,7 @@ def smallest(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
 
 
 def with_fewer(payload: Payload, share: float) -> Payload:
-    """The payload if only this share of its scalars is sent, unless to say which would cost more."""
+    """The payload if only this share of its scalars is sent; all are sent if encoding the positions would cost more."""
     num_sent = kept_of(payload.scalars, share)
     saved_bytes = saved_by(payload.scalars, payload.scalars - num_sent)
     num_sent = num_sent if saved_bytes else payload.scalars
@@ -305,10 +305,10 @@ def with_fewer(payload: Payload, share: float) -> Payload:
 
 
 def saved_by(parameters: int, left_out: int) -> int:
-    """The bytes that are saved if the changes of `left_out` of so many parameters are not sent.
+    """The bytes saved by not sending the changes of `left_out` of the parameters.
 
-    A mask of one bit per parameter, or a list of places if that is smaller, says which are; if neither pays, everything
-    is sent.
+    The positions of the sent ones cost a mask of one bit per parameter, or a list of 4 bytes each if that is smaller;
+    if neither saves bytes, everything is sent.
     """
     if not left_out:
         return 0
@@ -336,7 +336,7 @@ PROCESSORS: Registry[Processor] = Registry(
 
 
 def processor(choice: ComponentSpec) -> Processor:
-    """The chosen processor; PluginError if it is none."""
+    """The chosen processor; raises PluginError if it is not a `Processor`."""
     made: object = PROCESSORS.make(choice)
     if not isinstance(made, Processor):
         raise PluginError(f"processor {choice.name!r} is no Processor: derive the class from {__name__}.Processor")

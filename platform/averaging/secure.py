@@ -3,17 +3,18 @@
     client i:  q_i <- its weighted change in fixed point, modulo 2^32
                sends, for every scalar s that it holds,
                    q_i,s + PRG(b_i)_s + sum over j > i that hold s of PRG(s_ij)_s - sum over j < i of PRG(s_ij)_s
-    server:    adds what arrives: the pairs' masks cancel among those who hold the same scalar and have answered;
-               t of the survivors reveal their shares of b_i of the survivors, and of s_ij of those who dropped out;
-               it removes these masks, and reads the sum
+    server:    adds what arrives: pairwise masks cancel among the clients that hold the same scalar and have answered;
+               t survivors reveal their shares of the b_i of survivors and of the s_ij of clients that dropped out;
+               the server removes these masks and reads the sum
 
-A scalar that fewer than `least` clients hold could be read from the "sum"; of these a client sends random bits instead,
-and they keep their old values. What several hold and all but one drop out of is read by the server, which leaves it as
-it is: a limit of masks per slice, which a larger `least` moves. For no client both b_i and all its s_ij are revealed,
-so that an update which arrives too late stays hidden. Fewer than t shares say nothing about a secret (Shamir 1979).
+If fewer than `least` clients hold a scalar, the server could read a client's value from the "sum"; clients send random
+bits for such scalars instead, and these keep their old values. If all but one of a scalar's holders drop out, the
+server can read the remaining value, though it does not use it: a limit of masks per slice, which a larger `least`
+moves. The server never learns both b_i and all s_ij of the same client, so an update that arrives too late stays
+hidden. Fewer than t shares reveal nothing about a secret (Shamir 1979).
 
-Here pairs derive their seeds from the run's, instead of by Diffie-Hellman, and torch's generator takes the place of a
-cryptographic one: what is simulated is the arithmetic, the messages and their sizes, not the strength of keys.
+Here pairs derive their seeds from the run's seed instead of by Diffie-Hellman, and torch's generator replaces a
+cryptographic one: the simulation covers the arithmetic, the messages and their sizes, not the strength of keys.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 PRIME = 2**127 - 1
 """The field of Shamir's shares; secrets are seeds of 63 bits."""
 KEY_BYTES, SHARE_BYTES = 32, 16 + 32
-"""A public key of Curve25519; an encrypted share with its nonce and tag."""
+"""The sizes of a Curve25519 public key, and of an encrypted share with its nonce and tag."""
 LOW, HIGH = -(2**31), 2**31
 
 
@@ -47,7 +48,7 @@ LOW, HIGH = -(2**31), 2**31
 
 
 def secret_shares(secret: int, holders: Sequence[int], needed: int, rng: np.random.Generator) -> dict[int, int]:
-    """Shamir's shares of a secret for each holder (ids of at least 0), of which `needed` restore it."""
+    """Shamir's share of a secret for each holder (ids of at least 0); any `needed` of them restore it."""
     words = [secret, *(int.from_bytes(rng.bytes(16), "little") % PRIME for _ in range(needed - 1))]
 
     def at(x: int) -> int:
@@ -60,7 +61,7 @@ def secret_shares(secret: int, holders: Sequence[int], needed: int, rng: np.rand
 
 
 def restored_secret(shares: Mapping[int, int]) -> int:
-    """The secret of enough shares (Lagrange's polynomial at 0)."""
+    """The secret restored from enough shares (Lagrange's polynomial at 0)."""
     secret = 0
     for holder, share in shares.items():
         above = below = 1
@@ -80,11 +81,11 @@ Held = Mapping[str, Region]
 
 @dataclass(frozen=True)
 class SecureAggregation(Processor):
-    """Masks that leave the server the sums alone.
+    """Masks updates so that the server learns only their sums.
 
     Attributes:
-        fraction_bits: the binary places of fixed point.
-        survivors: the share of a cohort without which nothing is revealed.
+        fraction_bits: the number of fractional bits in fixed point.
+        survivors: the minimum share of a cohort that must answer for anything to be revealed.
     """
 
     fraction_bits: int = 16
@@ -92,7 +93,7 @@ class SecureAggregation(Processor):
     least_contributors = 2
 
     def begun(self, context: ServerContext) -> SecureRound:
-        """The round's masks, of the regions that its clients hold."""
+        """The round's processor, which masks the regions that its clients hold."""
         held = {
             client: {piece.source: piece.region_of(context.old[piece.source]) for piece in slices.values()}
             for client, slices in context.held().items()
@@ -102,7 +103,7 @@ class SecureAggregation(Processor):
 
 
 def _shared(held: Mapping[int, Held]) -> dict[int, Held]:
-    """What clients hold, with one object for all clients that hold the same, which is sent to workers once."""
+    """What clients hold, as one object for all clients that hold the same, so that it is sent to workers only once."""
     different = list[Held]()
     for regions in held.values():
         if regions not in different:
@@ -112,14 +113,14 @@ def _shared(held: Mapping[int, Held]) -> dict[int, Held]:
 
 @dataclass(frozen=True)
 class SecureRound(Processor):
-    """What all clients of a round agree on before it.
+    """What all clients of a round agree on before it starts.
 
     Attributes:
         seed, names: the run's seed, and the stage and round, from which all secrets derive.
         held: what each client of the cohort holds.
-        needed: t, the survivors without whom nothing is revealed.
-        fraction_bits: the binary places of fixed point.
-        least: the smallest number of holders of a scalar that is summed.
+        needed: t, the minimum number of survivors for anything to be revealed.
+        fraction_bits: the number of fractional bits in fixed point.
+        least: the minimum number of holders for a scalar to be summed.
     """
 
     seed: int
@@ -130,7 +131,7 @@ class SecureRound(Processor):
     least: int = 2
 
     def pair_seed(self, client: int, other: int) -> int:
-        """s_ij, the same for both."""
+        """The seed s_ij of the pair's masks, the same for both clients."""
         return self._secret("pair", min(client, other), max(client, other))
 
     def _secret(self, *what: str | int) -> int:
@@ -139,7 +140,7 @@ class SecureRound(Processor):
     # -- the client ------------------------------------------------------------------------------------------------
 
     def on_client(self, message: Message) -> Message:
-        """The message behind masks, and with those of the protocol."""
+        """The message with its update masked, and the bytes of the protocol's own messages in its traffic."""
         update = self.masked(message.client_id, message.update, message.received)
         (down, up), (more_down, more_up) = message.traffic, self.message_bytes
         down, up = (
@@ -149,7 +150,7 @@ class SecureRound(Processor):
         return replace(message, update=update, traffic=Traffic(down, up))
 
     def masked(self, client: int, update: Update, received: Weights) -> Update:
-        """The update as it is sent: its weighted changes in fixed point, behind masks, as int32 modulo 2^32.
+        """The update as it is sent: its weighted changes in fixed point plus masks, as int32 modulo 2^32.
 
         Raises OverflowError if a sum of all clients' changes of this size would not fit.
         """
@@ -185,7 +186,7 @@ class SecureRound(Processor):
         return fixed
 
     def _pairs(self, client: int, source: str, region: Region) -> Iterable[tuple[int, int, Region]]:
-        """The others that hold a part of a region, the sign of the mask that is shared with them, and that part."""
+        """The other clients that hold a part of a region, each with the sign of the shared mask and with that part."""
         for other, held in sorted(self.held.items()):
             common = _common(region, held[source]) if other != client and source in held else None
             if common is not None:
@@ -198,7 +199,7 @@ class SecureRound(Processor):
     # -- the server ------------------------------------------------------------------------------------------------
 
     def on_sums(self, sums: WeightedSums, context: ServerContext) -> WeightedSums:
-        """The sums without masks; empty ones if too few clients have answered for anything to be revealed."""
+        """The sums without masks; empty if too few clients have answered for anything to be revealed."""
         if not context.answered:
             return sums
         unmasked = self.unmasked(sums, context.answered, context.old)
@@ -244,14 +245,14 @@ class SecureRound(Processor):
                 part_in(totals[source], sums.tensors[source].box, common).sub_(mask, alpha=sign)
 
     def _revealed(self, kind: str, client: int, helpers: Sequence[int], *other: int) -> int:
-        """A secret as the helpers' shares restore it."""
+        """A secret, restored from the helpers' shares."""
         secret = self._secret(kind, client, *other)
         rng = stream(self.seed, "shares", *self.names, kind, client, *other)
         shares = secret_shares(secret, sorted(self.held), self.needed, rng)
         return restored_secret({helper: shares[helper] for helper in helpers})
 
     def _decoded(self, masked: TensorSum, total: Tensor, old: Tensor) -> TensorSum:
-        """The sum of weighted changes as one of weighted values, which is what a mean is made of."""
+        """Converts a sum of weighted changes to one of weighted values, from which the mean is computed."""
         values = total.double() / 2**self.fraction_bits
         for region, coverage in masked.cells():
             part_in(values, masked.box, region).add_(part_of(old.cpu(), region).double(), alpha=coverage.weight)
@@ -261,7 +262,7 @@ class SecureRound(Processor):
 
     @cached_property
     def message_bytes(self) -> tuple[int, int]:
-        """What a client receives and sends beside the update: keys, shares of secrets, and those that it reveals."""
+        """The bytes that a client receives and sends besides the update: keys, shares of secrets, revealed shares."""
         others = len(self.held) - 1
         down = others * (2 * KEY_BYTES + 2 * SHARE_BYTES)
         up = 2 * KEY_BYTES + others * 2 * SHARE_BYTES + (others + 1) * 16
@@ -269,7 +270,7 @@ class SecureRound(Processor):
 
 
 def needed_of(clients: int, share: float) -> int:
-    """t for a cohort: at least two, and more than half."""
+    """The number t of survivors that a cohort needs: at least two, and more than half."""
     return min(clients, max(2, clients // 2 + 1, math.ceil(share * clients)))
 
 

@@ -23,7 +23,7 @@ DECAY = Interval(ge=0, lt=1)
 ServerLR = Annotated[float, POSITIVE, "the server's learning rate"]
 Beta1 = Annotated[float, DECAY, "decay of the mean change"]
 Beta2 = Annotated[float, DECAY, "decay of the squared change"]
-Tau = Annotated[float, POSITIVE, "adaptivity: what keeps steps finite"]
+Tau = Annotated[float, POSITIVE, "adaptivity: keeps the denominator above 0"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ServerTraits:
     """What a server rule declares with `declares`; a rule that declares nothing has the defaults.
 
     Attributes:
-        local_rule: the local rule to which it belongs, if it is the server's half of an algorithm.
+        local_rule: the local rule that it must be used with, if it is the server's half of an algorithm.
         needs_every_contributor: whether it refuses `min_contributors` above 1.
     """
 
@@ -145,7 +145,7 @@ ARRIVAL_RULES: Registry[Callable[..., Tensor]] = Registry(
     Shipped({rule: f"fedloom.platform.averaging.staleness:{rule}" for rule in ("fedbuff", "fedasync")}),
     ("arrival",),
 )
-"""What an answer counts for in an asynchronous round (`averaging.staleness`)."""
+"""How an answer counts in an asynchronous round (`averaging.staleness`)."""
 
 
 def server_traits(name: str) -> ServerTraits:
@@ -196,7 +196,7 @@ def serve(
 
 
 def checked_values(values: Tensor, like: Tensor, parameter: str, kind: str, rule: str) -> Tensor:
-    """A region's new values; PluginError naming the rule for another shape, whole numbers, or what is not finite."""
+    """A region's new values; PluginError naming the rule for another shape, integers, or values that are not finite."""
     blame = f"{kind} {rule!r}"
     if not isinstance(values, Tensor) or values.shape != like.shape:
         actual = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)[:60]

@@ -1,17 +1,17 @@
-"""Arrival rules: what an answer counts for that was trained from weights which are older than the server's.
+"""Arrival rules: how an answer counts if its client trained from weights that are older than the server's.
 
-an answer x, trained from the weights v that its client received, arrives when the weights are w, s rounds newer than v
+An answer x, trained from the received weights v, arrives when the server's weights are w, s rounds newer than v:
 
 FedBuff   w + p(s) (x - v)                  the changes of several answers are averaged (Nguyen et al. 2022, Alg. 1)
 FedAsync  w + alpha p(s) (x - w)            every answer is a round (Xie, Koyejo and Gupta 2019, Alg. 1)
 
 p(s)      constant 1; polynomial (1 + s)^-a; hinge 1 up to s = b, then 1 / (a (s - b) + 1)   (Xie et al., Sec. 5.2)
 
-FLSim, of FedBuff's authors, was read beside this (its code does not import on Python 3.11): its p is divided by that of
-an average staleness, 1 by default, and it counts what is left in the buffer at the end of an epoch.
+FLSim, by FedBuff's authors, was only read for comparison, as it does not import on Python 3.11. It divides p by the p
+of an average staleness, 1 by default, and also counts the answers left in the buffer at the end of an epoch.
 
-On slices all of this holds for the scalars that the client has; FedBuff's p is 1 / sqrt(1 + s), its eta_g is the server
-rule's. The rounds to which these rules belong are in `federation.asynchronous`.
+On slices, all of this applies to the scalars that the client holds. FedBuff's p is 1 / sqrt(1 + s), and its eta_g is
+the server rule's learning rate. The rounds that use these rules are in `federation.asynchronous`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a client sends of one region of a shared tensor.
+    """A client's answer for one region of a shared tensor.
 
     Attributes:
         name: the tensor's name in the shared weights.
         value: the client's values.
-        received: those that it was trained from; read-only.
-        old: those of the server, before the round's answers are averaged; read-only.
-        staleness: the rounds that have ended between the two.
+        received: the values that the client trained from; read-only.
+        old: the server's values before the round's answers are averaged; read-only.
+        staleness: the number of rounds that ended between `received` and `old`.
     """
 
     name: str
@@ -61,7 +61,7 @@ Mixing = Annotated[float, SHARE, "fedasync: alpha, the share of an answer in the
 
 
 def weight_at(age: int, staleness: str, exponent: float, hinge_slope: float, hinge_start: float) -> float:
-    """p(s), from 0 to 1."""
+    """The weight p(s) of an answer that is `age` rounds old, from 0 to 1."""
     if staleness == "polynomial":
         return float((1 + age) ** -exponent)
     if staleness == "hinge" and age > hinge_start:
@@ -77,10 +77,10 @@ def fedbuff(
     hinge_slope: HingeSlope = 10.0,
     hinge_start: HingeStart = 4.0,
 ) -> Tensor:
-    """The server's weights with the client's change, which counts the less the older it is (Nguyen et al. 2022)."""
+    """The server's weights plus the client's change, which counts less the older it is (Nguyen et al. 2022)."""
     weight = weight_at(arrival.staleness, staleness, exponent, hinge_slope, hinge_start)
     if weight == 1 and arrival.received is arrival.old:
-        return arrival.value  # without rounding: with nobody behind, FedBuff is FedAvg
+        return arrival.value  # without rounding: if no answer is stale, FedBuff is FedAvg
     return torch.add(arrival.old, arrival.value - arrival.received, alpha=weight)
 
 
@@ -93,7 +93,7 @@ def fedasync(
     hinge_slope: HingeSlope = 10.0,
     hinge_start: HingeStart = 4.0,
 ) -> Tensor:
-    """A mixture of the server's weights and the client's, the less of these the older they are (Xie et al. 2019)."""
+    """A mixture of the server's and the client's weights, with less of older client weights (Xie et al. 2019)."""
     weight = mixing * weight_at(arrival.staleness, staleness, exponent, hinge_slope, hinge_start)
     return arrival.value if weight == 1 else torch.lerp(arrival.old, arrival.value, weight)
 
@@ -102,7 +102,7 @@ def fedasync(
 def arrived(update: Update, rule: tuple[str, ArrivalRule], old: Weights, received: Weights, staleness: int) -> Update:
     """The update as the server averages it; counters stay as they are.
 
-    `old` are the server's weights, `received` those that the client was trained from; neither is changed. Raises
+    `old` are the server's weights, `received` those that the client trained from; neither is changed. Raises
     PluginError for a user's rule that returns values of another shape or values that are not finite.
     """
     rule_name, counted = rule

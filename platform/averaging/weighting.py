@@ -35,7 +35,7 @@ class WeightingTraits:
 
     Attributes:
         at_most_one: whether no weight is above 1, which bounds a client's influence (differential privacy needs it).
-        weighs_unheld: whether what a client does not hold counts with its old value (`Whole`).
+        weighs_unheld: whether scalars that a client does not hold count with their old values (`Whole`).
     """
 
     at_most_one: bool = False
@@ -48,20 +48,20 @@ def fedavg(work: Work) -> dict[str, float]:
 
 
 class Whole(dict[str, float]):
-    """The weights of a rule that averages whole supernets, in which what a client did not hold has its old value."""
+    """The weights of a rule that averages whole supernets: what a client does not hold counts with its old value."""
 
     def __init__(self, weights: Mapping[str, float], unheld: float) -> None:
         super().__init__(weights)
         self.unheld = unheld
-        """The weight of the old value of everything that the client did not hold."""
+        """The weight of the old values of all scalars that the client did not hold."""
 
 
 @declares(WeightingTraits(weighs_unheld=True))
 def fedavg_whole(work: Work) -> Whole:
-    """FedAvg of whole supernets: what a client did not hold counts with its old value and n_k, and so dilutes.
+    """FedAvg of whole supernets: scalars that a client does not hold count with their old values and the weight n_k.
 
-    All clients contribute to everything, so that `min_contributors` asks only for so many updates.
-    Source: the naive baseline of FedorAS, Fig. 10.
+    This dilutes updates. Every client contributes to every scalar, so `min_contributors` requires only that many
+    updates in all. Source: the naive baseline of FedorAS, Fig. 10.
     """
     return Whole(fedavg(work), float(work.samples))
 
@@ -89,7 +89,7 @@ def weighting_traits(name: str) -> WeightingTraits:
 
 
 def weighting_rule(choice: ComponentSpec) -> WeightingRule:
-    """The chosen rule; PluginError if it does not exist, or when a user's does not return one weight per tensor."""
+    """The chosen rule; PluginError if it does not exist, or when a user's rule does not return a weight per tensor."""
     rule, blame = WEIGHTING_RULES.make(choice), f"weighting rule {choice.name!r}"
 
     def checked(work: Work) -> Mapping[str, float]:

@@ -20,8 +20,8 @@ SERVER = "server"
 """The tier name of work that the server does on its own data."""
 
 CONFUSION, PARAGRAPH = "confusion", "paragraph"
-"""Metrics of the final evaluation with a `detail`: how often a class was taken for another, the loss of what a text
-model wrote."""
+"""Metrics of the final evaluation with a `detail`: the counts of a confusion matrix, and the loss of a paragraph that a
+language model generates."""
 
 ClientState: TypeAlias = "Mapping[str, torch.Tensor]"
 """A client's state between rounds, an explicit input and output of its tasks."""
@@ -35,7 +35,7 @@ class TaskError(ValueError):
 class Measurement:
     """One measured value: a row of `evaluations` or a candidate's score; costs have no `split`.
 
-    `detail` says in words what is measured, where the metric has a value for each of several things.
+    `detail` says in words what the value belongs to if the metric has several, such as one per pair of classes.
     """
 
     model: str
@@ -53,21 +53,21 @@ def _column(meaning: str, default: object = None, *, of_time: bool = False) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class ClientResult:
-    """What became of one assignment: the client's row of the table `clients`, and what the server gets beside it.
+    """The result of one assignment: the client's row in the table `clients`, and what else the server receives.
 
-    A task fills in what its work was; where it ran, how long it took and how it ended follow from its execution. The
-    fields with a meaning are the table's columns, in its order, with the Arrow type of their annotation; those
-    `of_time` depend on time and machine. What is left out is null or 0.
+    A task fills in what describes its work; the execution adds where it ran, how long it took and how it ended. Fields
+    with a meaning are the table's columns, in its order, with the Arrow type of their annotation; those marked
+    `of_time` depend on time and machine. Values that are not set are null or 0.
 
     Attributes:
-        macs: may be fractional (means over sampled paths); the row's are whole.
-        bytes_down, bytes_up: the simulated clock takes them from here.
+        macs: may be fractional (a mean over sampled paths); the row holds whole numbers.
+        bytes_down, bytes_up: the simulated clock computes its transfer times from them.
         update: what the client sends to be averaged; None if it sends nothing, as in a final score.
         measurements: rows of `evaluations`, such as scores on validation or (in final scores) test data.
-        state: the client's tensors by name for `Assignment.state` of its next task in this stage, and of the final
-            score of silos; None leaves them as they are. They stay with the run, are part of the checkpoint, and are
-            neither averaged nor counted in bytes.
-        clock_factor: simulated cost of one counted MAC: forward MACs are counted, and training also runs backward
+        state: the client's tensors by name, which its next task in this stage and the final score of silos receive as
+            `Assignment.state`; None keeps the previous ones. They stay within the run, are part of the checkpoint, and
+            are neither averaged nor counted in bytes.
+        clock_factor: simulated cost per counted MAC: only forward MACs are counted, but training also runs backward
             passes.
         gpu_software: the GPU with its driver, CUDA and cuDNN, for the column `gpus` of the table `runs`.
         forward_macs: the part of `macs` in passes without a backward pass (such as a search's scores during training).
@@ -137,7 +137,7 @@ class ClientResult:
 
 
 RESULT_COLUMNS: Mapping[str, Field[Any]] = {f.name: f for f in fields(ClientResult) if "meaning" in f.metadata}
-"""The columns of the table `clients` beside stage and round, from which its schema and description are made."""
+"""The columns of the table `clients` except stage and round; its schema and description are made from them."""
 
 
 class Task(Protocol):
@@ -169,7 +169,7 @@ class Assignment:
     profile: DeviceProfile = DEFAULT_PROFILE
     deadline_s: float | None = None
     offline_s: float | None = None
-    """Simulated seconds from its start to when the device goes offline, and its work is lost; None: never."""
+    """Simulated seconds from the task's start until the device goes offline and its work is lost; None: never."""
     dropped: str = ""
     """Why the simulated device drops out of the round; empty if it does not."""
     selection_probability: float = 1.0
@@ -179,21 +179,21 @@ class Assignment:
     reads_test: bool = False
     state: ClientState | None = None
     train_samples: int = 0
-    """The client's training samples, by which executors guess how long its work takes."""
+    """The client's number of training samples, from which executors estimate how long its work takes."""
     reads: str | None = None
-    """The tensor group that it received in an earlier round; None: the round's own."""
+    """The tensor group with the weights that it received in an earlier round; None: the current round's weights."""
     staleness: int | None = None
-    """Rounds that have ended since, if that may be any."""
+    """Rounds that have ended since it received its weights; None if rounds are not asynchronous."""
     ended_s: float | None = None
-    """When it answers or is lost, where that decides who is waited for."""
+    """Simulated time of the run (s) at which it answers or is lost; None if every round waits for its clients."""
     ignored: tuple[str, str, float] | None = None
-    """The status of a client that works for nothing, why, and after which simulated seconds it is told to stop."""
+    """If its work is discarded: the status, the reason, and the simulated seconds after which it is told to stop."""
     expected_macs: float = 0.0
-    """MACs that the plan expects of work that cannot be counted; a training step is three times its forward pass."""
+    """MACs that the plan expects of a task that cannot count its costs; a training step is three forward passes."""
 
     @property
     def is_done(self) -> bool:
-        """Whether its work is done: the simulated device does not drop out, and its answer counts."""
+        """Whether the task is carried out: the simulated device does not drop out, and its answer is not ignored."""
         return not self.dropped and self.ignored is None
 
 
@@ -203,7 +203,7 @@ def own_copy(state: ClientState) -> dict[str, torch.Tensor]:
     Within one process tensors are passed by reference: a task's in-place changes, and modules re-used for the next
     client, must not affect the checkpoint or a second attempt.
     """
-    import torch  # the tables' schemas follow from this module, and need no torch
+    import torch  # not at the top: the tables' schemas are made from this module, and need no torch
 
     from fedloom.platform.data.on_device import moved
 
@@ -224,7 +224,7 @@ def places_of(assignment: Assignment) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A row of the table `evaluations`; `round` is another than the one that ends, where that is not None."""
+    """A row of the table `evaluations`; its `round` is the round that ends now unless another one is given."""
 
     model: str
     tier: str

@@ -17,39 +17,40 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 AUTOCAST = {"bfloat16": torch.bfloat16}
-"""The types of precisions that torch casts to; in the others tensors are float32 throughout."""
+"""The dtypes of the precisions that use autocast; in all other precisions tensors are float32 throughout."""
 GPU = "cuda:0"
-"""The GPU of a process that has one; Ray shows an actor no other."""
+"""The GPU of a process that has one; Ray makes only one GPU visible to an actor."""
 WORKSPACE = ":4096:8"
-"""What cuBLAS needs for the same bits every time; torch reads it from the environment once, at its first use."""
+"""The workspace setting with which cuBLAS is deterministic; torch reads it from the environment once, at first use."""
 
 
 def set_up_process(precision: str, *, deterministic: bool) -> None:
-    """Sets what is kept per process: TF32 on GPUs, which torch itself allows to convolutions, algorithms, and malloc.
+    """Sets what is global to the process: TF32 on GPUs, deterministic algorithms, and the memory that malloc keeps.
 
-    The last worker that is made in a process decides. On processors TF32 does not exist, and nothing changes.
+    The last worker that is created in a process decides. By default torch allows TF32 for convolutions. CPUs have no
+    TF32, so nothing changes there.
     """
     keep_freed_memory()
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if torch.get_deterministic_debug_mode() != (2 if deterministic else 0):
-        torch.use_deterministic_algorithms(deterministic)  # loads torch's compiler, for a second
-    # Filling every new tensor with NaN would only show reads of values that nobody wrote.
+        torch.use_deterministic_algorithms(deterministic)  # only if needed: it loads torch's compiler for a second
+    # Filling every new tensor with NaN would only reveal reads of uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 KEPT_BYTES = 2**28
 """The most freed memory that a process keeps for its next step."""
 LARGEST_KEPT_BYTES = 2**25
-"""Larger tensors are returned to the system when they are freed; more than this is not allowed to be kept."""
+"""Tensors larger than this are returned to the system when they are freed; glibc allows no higher threshold."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep what a training step frees; without glibc nothing happens.
+    """Makes glibc's malloc keep the memory that a training step frees; does nothing without glibc.
 
-    By default it returns most of a step's activations to the system and asks for them again in the next step, and the
-    page faults of a small network take a sixth of its training.
+    By default malloc returns most of a step's activations to the system and requests them again in the next step. The
+    page faults then take a sixth of a small network's training time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -59,23 +60,23 @@ def keep_freed_memory() -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Plain data: part of what a run is, because rounding depends on it.
+    """How networks compute: plain data, and part of a run's identity, because rounding depends on it.
 
     Attributes:
-        precision: that of convolutions and matrix products; weights, gradients, the optimiser's state, losses and
-            averages are float32 in any case. `bfloat16` is torch's autocast, `tf32` is up to `set_up_process`.
-        channels_last: whether images and the kernels of convolutions are stored with the channels last.
+        precision: of convolutions and matrix products; weights, gradients, the optimiser's state, losses and averages
+            are always float32. `bfloat16` is torch's autocast, `tf32` is set by `set_up_process`.
+        channels_last: whether images and convolution kernels are stored with the channels last.
     """
 
     precision: str = "float32"
     channels_last: bool = False
 
     def prepared(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """The module on the device, computing this way whenever it is called; its output is float32."""
+        """Moves the module to the device and makes it compute in this precision and format; outputs are float32."""
         module = module.to(device)
         if self.channels_last:
             module = module.to(memory_format=torch.channels_last)
-            # Inputs by name, of which a network of one's own may take several, are left as they are.
+            # Named inputs, of which a user's own network may take several, are left as they are.
             module.register_forward_pre_hook(lambda _, inputs: inputs and (self.laid_out(inputs[0]), *inputs[1:]))
         if self.precision in AUTOCAST:
             module.forward = _in_precision(module.forward, device, self.precision)
@@ -85,15 +86,15 @@ class Kernels:
         return module
 
     def laid_out(self, x: Any) -> Any:
-        """A batch of images as networks take it, or anything else as it is: once, where several networks share it."""
+        """A batch of images in this memory format, else `x` unchanged; call it once for networks that share a batch."""
         if self.channels_last and isinstance(x, Tensor) and x.dim() == 4:
             return x.contiguous(memory_format=torch.channels_last)
         return x
 
     def functional(self, module: nn.Module, device: torch.device) -> Callable[[Mapping[str, Tensor], Tensor], Tensor]:
-        """The forward pass of a module with tensors of any values, in this precision; its output is float32.
+        """The module's forward pass as a function of its tensors and a batch, in this precision; outputs are float32.
 
-        It computes in the contiguous format, the only one of torch's vectorised functions.
+        It uses the contiguous format, the only one that torch's vectorised functions support.
         """
 
         def forward(tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -104,22 +105,22 @@ class Kernels:
 
 
 COMPILER: Mapping[str, str | int | bool | Callable[..., Any]] = {"deterministic": True, "shape_padding": False}
-"""What torch's compiler may not do: choose by timing what changes rounding. Older versions lack the first option."""
+"""Options that keep torch's compiler from choosing by timing, which changes rounding; older versions lack the first."""
 
 
 def compiled(module: nn.Module, x_B: Tensor) -> Callable[[Tensor], Tensor]:
     """The forward pass of a module in training, compiled for batches of exactly this shape and type.
 
-    It is tried in a step on zeros, which changes the module's gradients and running statistics. Raises a RuntimeError,
-    as torch's compiler does, for a module that cannot be compiled as a whole. Other shapes are left to the caller: a
-    graph for several of them would depend on which of them came first, and its rounding on the order of clients.
+    A trial step on zeros changes the module's gradients and running statistics. Raises a RuntimeError, as torch's
+    compiler does, for a module that cannot be compiled as a whole. Batches of other shapes run uncompiled: a graph for
+    several shapes would depend on which came first, and its rounding on the order of clients.
     """
 
     def forward(x: Tensor) -> Tensor:
         outputs: Tensor = module(x)
         return outputs
 
-    # Torch counts graphs by code, and compiles at most eight of the same code.
+    # Torch counts graphs per code object and compiles at most eight for each, so every module gets its own copy.
     of_its_own = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
     options = {name: value for name, value in COMPILER.items() if name in torch._inductor.list_options()}
     step = torch.compile(of_its_own, fullgraph=True, dynamic=False, options=options)
@@ -133,7 +134,7 @@ def compiled(module: nn.Module, x_B: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _is_slow(part: nn.Module) -> bool:
-    """Whether it is a grouped convolution with a stride: processors' gradients of these take five times longer."""
+    """Whether it is a grouped convolution with a stride, whose low-precision gradient is five times slower on CPUs."""
     return isinstance(part, nn.Conv2d) and part.groups > 1 and max(part.stride) > 1
 
 
@@ -195,7 +196,7 @@ DRIVER_FILE = "/proc/driver/nvidia/version"
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the bits of results on a GPU depend on besides torch's version."""
+    """The GPU and its software, on which the bits of results depend besides torch's version."""
 
     model: str
     driver: str
@@ -222,19 +223,19 @@ def gpu_of(device: str) -> Gpu | None:
 
 
 class DeviceLostError(RuntimeError):
-    """The process's device fails, and with it all its further work: another process has to repeat the work."""
+    """The process's device has failed and cannot be used any more: another process has to repeat the work."""
 
 
 CONTEXT_BYTES = 600_000_000
-"""The most that a process's CUDA context is taken for; about 500 MB with cuBLAS and cuDNN."""
+"""The upper bound assumed for a process's CUDA context, which takes about 500 MB with cuBLAS and cuDNN."""
 
 
 def context_bytes() -> int:
-    """Bytes of the GPU that this process takes besides its tensors, once the device has been used.
+    """Bytes of GPU memory that this process takes besides its tensors, once it has used the device.
 
-    CUDA does not tell processes apart: exact while no other uses the GPU, else at most `CONTEXT_BYTES`.
+    CUDA reports no memory per process: exact while no other process uses the GPU, else at most `CONTEXT_BYTES`.
     """
-    # Also for deterministic runs that come later in this process.
+    # Set here for deterministic runs later in this process, because torch reads it only once.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
     ones = torch.ones((8, 8), device=GPU)
     torch.mm(ones, ones)  # loads cuBLAS
@@ -243,9 +244,9 @@ def context_bytes() -> int:
 
 
 def memory_of(device: str, gpu_share: float) -> int:
-    """Bytes of the GPU's memory that are this process's for tensors, without its CUDA context; 0 for the CPU.
+    """Bytes of GPU memory that this process may use for tensors, without its CUDA context; 0 for the CPU.
 
-    Raises ValueError for a share that the context takes.
+    Raises ValueError if the context takes the whole share.
     """
     if device == "cpu":
         return 0
@@ -259,24 +260,24 @@ def memory_of(device: str, gpu_share: float) -> int:
 
 
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
-"""What torch's, cuBLAS's and cuDNN's errors of too little memory say; only torch's own have a class."""
+"""Texts in the out-of-memory errors of torch, cuBLAS and cuDNN; only torch's own has an exception class."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's memory, or a process's share of it, did not suffice."""
+    """Whether the error says that a GPU's memory, or the process's share of it, was exhausted."""
     text = " ".join(map(str, error.args)) if isinstance(error, RuntimeError) else ""
     is_gpus = "CUDA" in text or "CUBLAS" in text or "CUDNN" in text
     return isinstance(error, torch.OutOfMemoryError) or (is_gpus and any(words in text for words in _NO_MEMORY))
 
 
 def check_device(error: BaseException) -> None:
-    """Raises DeviceLostError for an error after which a process cannot use its device any more, or one caused by it.
+    """Raises DeviceLostError if the error, or one that caused it, leaves the process unable to use its device.
 
-    Such are CUDA's errors (a failed assertion, an illegal address, ECC); too little memory is not among them.
+    CUDA's errors do so (a failed assertion, an illegal address, ECC), except for those of too little memory.
     """
     cause: BaseException | None = error
     while cause is not None:
-        text = " ".join(map(str, cause.args))  # a user's exception may fail to say what it is
+        text = " ".join(map(str, cause.args))  # not str(cause), which may fail for a user's exception
         # torch before 2.8 has no AcceleratorError and raises a RuntimeError with the same text.
         sticks = type(cause).__name__ == "AcceleratorError" or text.startswith("CUDA error:")
         if isinstance(cause, RuntimeError) and sticks and not is_out_of_memory(cause):

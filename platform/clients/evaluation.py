@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.slices import Architecture
 
 EVALUATED = 256
-"""Samples per batch of an evaluation whose result does not depend on it."""
+"""Samples per batch in evaluations whose result does not depend on the batch size."""
 
 
 READ_BYTES = 2**26
@@ -36,7 +36,7 @@ READ_BYTES = 2**26
 
 
 def batches_of(data: Samples | StoredSamples, sizes: list[int] | None = None) -> Iterator[Samples]:
-    """The samples in batches, of the given sizes if they matter; stored samples are read some batches at a time."""
+    """Yields the samples in batches (of the given sizes, if any); stored samples are read several batches at a time."""
     per_position = labels_positions(data[1]) if isinstance(data, tuple) else data.per_position
     # The logits of every position make a batch of texts far larger than one of images.
     split = sizes or (EVALUATED // 8 if per_position else EVALUATED)
@@ -45,7 +45,7 @@ def batches_of(data: Samples | StoredSamples, sizes: list[int] | None = None) ->
         values = sum(map(math.prod, shapes.values() if isinstance(shapes, Mapping) else [shapes]))
         most = max(1, READ_BYTES // (8 * values))
         batches = [rows_B for rows_B in torch.split(torch.arange(len(data)), split) if len(rows_B)]
-        # A GPU is sent the places of the samples once per reading, not once per batch.
+        # The indices of the samples are sent to the GPU once per read, not once per batch.
         for _, read in itertools.groupby(batches, lambda rows_B: int(rows_B[-1]) // most):
             rows = list(read)
             yield from batches_of(data.tensors(torch.cat(rows).numpy()), [len(rows_B) for rows_B in rows])
@@ -77,7 +77,7 @@ class _Sums:
     """Sums over the targets of the batches that a network has seen, left on the device."""
 
     loss: Tensor
-    metric: Tensor  # a metric of one's own need not be a count
+    metric: Tensor  # a user's own metric need not be a count
     more: dict[str, Tensor] = field(default_factory=dict)
     targets: Tensor | int = 0  # on the device, if it depends on the data: it is read once, at the end
     samples: int = 0
@@ -103,7 +103,7 @@ def evaluate(
     objective: Objective,
     sizes: list[int] | None = None,
 ) -> Score:
-    """Mean loss and metric of `forward` over all targets, in batches, of the given sizes if they matter."""
+    """Mean loss and metrics of `forward` over all targets, computed in batches (of the given sizes, if any)."""
     return evaluate_all(lambda x_B: (forward(x_B),), 1, data, objective, sizes)[0]
 
 
@@ -115,7 +115,7 @@ def evaluate_all(
     objective: Objective,
     sizes: list[int] | None = None,
 ) -> list[Score]:
-    """The scores of several networks, whose outputs `outputs_of` gives for a batch; every batch is loaded once."""
+    """The scores of several networks; `outputs_of` yields all their outputs for a batch, which is loaded only once."""
     sums, per_position = list[_Sums](), False
     for x_B, y_B in batches_of(data, sizes):
         if not sums:
@@ -143,7 +143,7 @@ def estimate_statistics(
 ) -> None:
     """Replaces the running statistics of the module's batch norms by those of the inputs `x` (n, ...).
 
-    `forward` runs a path of a supernet, and `norms` are the path's; by default all of a stand-alone module's. Every
+    For a path of a supernet give its `forward` and its batch norms; by default they are the stand-alone module's. Every
     batch has the same weight, as in the cumulative mean of once-for-all's calibration (Cai et al. 2020).
     """
     forward = module if forward is None else forward
@@ -152,13 +152,13 @@ def estimate_statistics(
     for norm in norms:
         norm.reset_running_stats()
         norm.train()
-    # The batches differ by at most one sample, because they have the same weight and a batch of one sample may have no
+    # Batch sizes differ by at most one, because batches have equal weight and a batch of one sample may have no
     # variance. Each takes every k-th sample: if samples are grouped by client, consecutive ones have less variance.
     batches = math.ceil(rows_of(x) / batch_size)
     try:
         for start in range(batches):
             for norm in norms:
-                # What torch computes for a momentum of None, but from its own count, which is on the device.
+                # The same mean as with a momentum of None, without reading torch's own counter from the device.
                 norm.momentum = 1.0 / (start + 1)
             forward(mapped(itemgetter(slice(start, None, batches)), x))
     finally:  # a worker uses the module again after an error
@@ -170,15 +170,15 @@ def estimate_statistics(
 # -- the details of a final evaluation --------------------------------------------------------------------------------
 
 MOST_CLASSES = 35
-"""Confusion matrices of more classes could not be read."""
+"""The most classes of a confusion matrix; a larger one would be unreadable."""
 PROMPT, WRITTEN = 20, {"characters": 300, "words": 60}
-"""Tokens of the test text that are given, and tokens that are written."""
+"""The number of prompt tokens, which come from a test text, and the number of tokens that are generated after it."""
 
 Forward = Callable[[Any], Any]
 
 
 class Predictions:
-    """A forward pass that remembers what it predicted, of whole samples alone: not of every position of a text."""
+    """A forward pass that records the class it predicts for each sample; predictions per position are not recorded."""
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
@@ -195,7 +195,7 @@ class Predictions:
 def details_of(
     worker: Worker, forward: Predictions, data: StoredSamples, model: str, architecture: Architecture
 ) -> list[Measurement]:
-    """The confusion matrix of a classifier that has predicted the data, the paragraph of a language model."""
+    """The confusion matrix of a classifier, from its recorded predictions, or the paragraph of a language model."""
     names, shown = worker.class_names(architecture), architecture_id(architecture)
     if not data.dataset.has_labels:
         return []
@@ -207,9 +207,9 @@ def details_of(
 def confusion(
     predicted: Sequence[Tensor], targets: Tensor, names: Sequence[str], model: str, architecture: str
 ) -> list[Measurement]:
-    """One measurement for each pair of a class and a prediction that occurs: the number of samples, of the class's.
+    """One measurement per pair of true and predicted class that occurs: `value` of the true class's `samples`.
 
-    `detail` is JSON: the names of the class and of the prediction. Empty for more than `MOST_CLASSES`.
+    `detail` is JSON: the names of the true and the predicted class. Empty for more than `MOST_CLASSES` classes.
     """
     classes = len(names)
     if classes > MOST_CLASSES or targets.dim() != 1 or not predicted:
@@ -234,10 +234,10 @@ def paragraph(
     model: str,
     architecture: str,
 ) -> list[Measurement]:
-    """A text that a language model goes on with after the beginning of a test text, drawn token by token.
+    """A language model's continuation of a test text, sampled token by token.
 
-    The value is the mean loss of what is written, in nats per token; `detail` is JSON: the beginning, and what is
-    written after it. The draws depend only on the run's seed and the model's name.
+    The value is the mean loss of the generated tokens, in nats per token; `detail` is JSON: the prompt and the
+    generated text. The samples depend only on the run's seed and the model's name.
     """
     texts_of = ((single(x_B, PARAGRAPH), single(y_B, PARAGRAPH)) for x_B, y_B in batches_of(data))
     whole_texts = (x_B[(y_B >= 0).sum(dim=1) == x_B.shape[1]] for x_B, y_B in texts_of)
@@ -265,11 +265,11 @@ def paragraph(
 
 
 def is_special(name: str) -> bool:
-    """Whether a token is none of a text's: padding, an unknown one, a beginning; ends are line breaks."""
+    """Whether a token is not part of the text: padding, unknown, beginning; `<eos>` does not count, it ends a line."""
     return len(name) > 2 and name.startswith("<") and name.endswith(">") and name != "<eos>"
 
 
 def joined(names: Sequence[str], by_character: bool) -> str:
-    """Tokens as text; what is special is left out, and ends are line breaks."""
+    """Joins tokens to a text; special tokens are left out, and `<eos>` becomes a line break."""
     shown = ["\n" if name == "<eos>" else name for name in names if not is_special(name)]
     return ("" if by_character else " ").join(shown)

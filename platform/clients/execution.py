@@ -46,13 +46,13 @@ class Chunk:
     stack: int = 1
     """The number of clients that are trained as one batch if their tasks allow it."""
     keeps_updates: bool = False
-    """Whether its updates are returned one by one, and not their sums."""
+    """Whether its updates are returned one by one instead of their sums."""
     version: str | None = None
-    """The version of the weights that it reads; None: the round's own."""
+    """The version of the weights that it reads; None: the current round's."""
 
     @property
     def samples(self) -> int:
-        """The training samples of its clients that arrive."""
+        """The number of training samples of the clients whose work is done."""
         return sum(assignment.train_samples for assignment in self.assignments if assignment.is_done)
 
 
@@ -68,7 +68,7 @@ class ChunkResult:
 class SharedWeights:
     """The tensors that a round's assignments read; `version` changes whenever the tensors do.
 
-    `older` are those of other versions, which the chunks read that name them.
+    `older` holds the tensors of other versions, for chunks that name one (`Chunk.version`).
     """
 
     tensors: Weights
@@ -130,8 +130,8 @@ def run_chunk(
 ) -> ChunkResult:
     """Executes a chunk's assignments in order and sums their updates.
 
-    `begins` is told the index of every assignment before its work, and of the first one of those that are trained as
-    one batch before their work. Raises DeviceLostError if the process has to be replaced.
+    `begins` is called with an assignment's index before it is executed, and with the index of a stack's first client
+    before the stack is trained. Raises DeviceLostError if the process has to be replaced.
     """
     sums = KeptUpdates() if chunk.keeps_updates else WeightedSums()
     chunk_result, attempts = ChunkResult(sums), chunk.attempts_per_client
@@ -149,7 +149,7 @@ def run_chunk(
 
 
 def _read_next(assignments: Iterable[Assignment]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The ids of the first two clients that train, the present one and the next, with the splits that they read."""
+    """The ids of the next two clients that train, the current one included, with the splits that they read."""
     coming = (
         (a.client_id, a.task.splits)
         for a in assignments
@@ -159,7 +159,7 @@ def _read_next(assignments: Iterable[Assignment]) -> Iterator[tuple[int, tuple[s
 
 
 class ChunkRunner:
-    """Runs the chunks of one worker, whose clients read weights that are uploaded once per version."""
+    """Runs chunks on one worker, to whose device the weights are uploaded once per version."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -168,9 +168,9 @@ class ChunkRunner:
     def run(
         self, chunk: Chunk, version: str, tensors: Callable[[], Weights], begins: Callable[[int], None]
     ) -> ChunkResult:
-        """Executes a chunk as `run_chunk` does; what it returns is in main memory.
+        """Executes a chunk as `run_chunk` does; its result is in main memory.
 
-        `tensors` is asked for the weights if the worker does not hold this version. If they find no room on the device
+        `tensors` is called for the weights if the worker does not hold this version. If they do not fit on the device,
         the chunk's clients fail. Raises DeviceLostError if the process has to be replaced.
         """
         if self._weights is None or self._weights.version != version:
@@ -189,7 +189,7 @@ class ChunkRunner:
 
 
 def _in_main_memory(result: ChunkResult) -> ChunkResult:
-    """The result with its sums in main memory, by one copy per type; updates that are kept lie there."""
+    """The result with its sums in main memory, by one copy per dtype; kept updates are there already."""
     if isinstance(result.sums, KeptUpdates):
         return result
     totals = moved({name: s.total for name, s in result.sums.tensors.items()}, torch.device("cpu"))
@@ -198,9 +198,9 @@ def _in_main_memory(result: ChunkResult) -> ChunkResult:
 
 
 def without_memory(chunk: Chunk, error: RuntimeError) -> Chunk:
-    """The chunk whose clients fail with this error, because the weights that they read found no room on the device.
+    """The chunk, changed so that its clients fail with this error because their weights do not fit on the device.
 
-    Clients that drop out do so all the same.
+    Clients that drop out still drop out.
     """
     error.__context__ = None  # its frames hold what was uploaded
     failing = StackedTask(error.with_traceback(None))
@@ -247,7 +247,7 @@ def run_assignment(
 
 
 def nothing_done(status: str, error: str, traceback: str | None = None, **values: Any) -> ClientResult:
-    """The result of an assignment from which nothing came."""
+    """The result of an assignment that produced nothing, because its client dropped out or failed."""
     measured = {"wall_s": 0.0, "peak_memory_bytes": 0, **values}
     return ClientResult(status=status, error=error, traceback=traceback, **measured)
 
@@ -259,7 +259,7 @@ def _why(error: BaseException) -> tuple[str, str | None]:
     # The row's error must not depend on file paths; the traceback has a column of its own.
     named = _message(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {_message(error)}"
     if is_out_of_memory(error):
-        named = OUT_OF_MEMORY  # torch's own words are numbers of bytes, and stay in the traceback
+        named = OUT_OF_MEMORY  # torch's message consists of byte counts, which stay in the traceback
     first_line = (named.splitlines() or [type(error).__name__])[0]
     first_line += place_in_own(error) if raised_by_own(error) else ""
     return first_line, "".join(traceback.format_exception(error)).strip()
@@ -312,9 +312,9 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
 
 
 def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
-    """The result of a client whose device has gone offline before its work was done, with what it had spent by then.
+    """The result of a client whose device went offline before its work was done, with its costs up to that moment.
 
-    Nobody tells the server, which waits for it as for one that drops out.
+    The server is not notified, and waits for it as for a client that drops out.
     """
     assert assignment.offline_s is not None
     error = f"the device went offline after {assignment.offline_s:.6g} s, its work takes {done.simulated_s:.6g} s"
@@ -331,7 +331,7 @@ def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:
 
 
 def _ignored(worker: Worker, assignment: Assignment, status: str, why: str, until_s: float) -> ClientResult:
-    """The result of a client that works for nothing: its costs until it is told to stop, without the work."""
+    """The result of a client whose work is discarded: its costs until it is told to stop, without running the task."""
     assert isinstance(assignment.task, AccountableTask), "it was counted to know when it ends"
     counted = assignment.task.account(worker, assignment)
     result = replace(counted, status=status, error=why, wall_s=0.0, peak_memory_bytes=0)
@@ -342,7 +342,7 @@ def _ignored(worker: Worker, assignment: Assignment, status: str, why: str, unti
 
 
 def _spent(assignment: Assignment, whole: ClientResult, until_s: float) -> ClientResult:
-    """The result of whole work with what it has cost after `until_s` simulated seconds, when it is broken off."""
+    """The result `whole` of a task, reduced to its costs after `until_s` simulated seconds, when it is cut off."""
     amounts = _weighed_macs(whole), whole.bytes_down, whole.bytes_up
     download, computation, upload = done_by(assignment.profile, *amounts, until_s)
     return replace(
@@ -357,16 +357,16 @@ def _spent(assignment: Assignment, whole: ClientResult, until_s: float) -> Clien
 
 
 def expected_s(worker: Worker, assignment: Assignment) -> float:
-    """Simulated seconds of a client's work, before it is done."""
+    """Simulated seconds that a client's task takes, counted without executing it."""
     assert isinstance(assignment.task, AccountableTask), "who asks has checked it"
     return simulated_time_s(assignment, assignment.task.account(worker, assignment))
 
 
 def _waited_for_s(worker: Worker, assignment: Assignment, weights: Weights) -> float:
-    """Simulated seconds until the server gives up a device that has dropped out, of which nobody notifies it.
+    """Simulated seconds until the server gives up on a device that has dropped out without notice.
 
-    It waits until the deadline; without one for as long as the device is expected to need. That is exact for a task
-    that can be counted, and otherwise, or if counting fails, which no server would learn of a device that is gone,
+    It waits until the deadline; without one, for as long as it expects the device to need. That time is exact for a
+    task that can count its costs. Otherwise, or if counting fails (the server would never learn of that error), it is
     estimated from the plan's MACs and a transfer of all shared weights both ways.
     """
     if assignment.deadline_s is not None:
@@ -414,7 +414,7 @@ def at_work_for(assignment: Assignment, at_work_s: float) -> str:
 
 
 class _SlowClients(threading.Thread):
-    """Names a client in the log that has been at work for long, and again whenever that time has doubled."""
+    """Logs a client that has been at work for a long time, and again whenever that time has doubled."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -422,7 +422,7 @@ class _SlowClients(threading.Thread):
         self._ended = threading.Event()
 
     def begins(self, chunk: Chunk, index: int) -> None:
-        """Is told which client of a chunk begins."""
+        """Records which client of a chunk begins."""
         self.at_work = (chunk.assignments[index], time.monotonic())
 
     def run(self) -> None:
@@ -445,7 +445,7 @@ class _SlowClients(threading.Thread):
 class SerialExecutor(Executor):
     """Runs all chunks in this process, one after the other, without Ray; easy to debug.
 
-    `by_tier` has the workers of tiers whose clients are trained on another device than that of `worker`.
+    `by_tier` holds the workers of the tiers whose clients train on another device than `worker`.
     """
 
     def __init__(self, worker: Worker, by_tier: Mapping[str, Worker] | None = None) -> None:

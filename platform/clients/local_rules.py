@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.worker import Worker
 
 STATE = "rule/"
-"""Prefix of the names of a rule, an optimiser and processors in a client's state, which may also hold a method's."""
+"""Prefix of the entries of rules, optimisers and processors in a client's state, which may also hold a method's."""
 
 COUNTERS = "counters/"
-"""Prefix of the slots of numbers, which stay in main memory."""
+"""Prefix of the slots of scalar counters, which stay in main memory."""
 
 
 @dataclass
@@ -62,10 +62,10 @@ class LocalClient:
         steps: the number of optimiser steps.
         local: its hyper-parameters.
         parameters: the trained tensors by name, initially with the received values; training changes them in place.
-        slices, weights: the parameters' slices of the shared weights, and these weights.
-        state: the state of the rule, and of the optimiser, for this client, by slot and shared tensor.
+        slices, weights: the parameters' slices of the shared weights, and the shared weights.
+        state: this client's state of the rule and of the optimiser, by slot and shared tensor.
         gradients: computes the mean gradient of all samples at the received weights, by parameter; only for a rule that
-            announces it by `extra_passes`.
+            declares `extra_passes`.
         notes: whatever the rule's `begin` leaves for its `end`.
         factors: numbers per parameter for the server rule, set at the end (`ServerStep.factor`).
     """
@@ -92,7 +92,7 @@ class LocalClient:
         return {name: self._part(self.slices[name].source, name) for name in self.parameters}
 
     def shared(self, slot: str, name: str) -> Tensor:
-        """The parameter's slice of the tensor that the server shares in a slot of the rule's `shared`; read-only."""
+        """The parameter's slice of a tensor that the server shares, in a slot of the rule's `shared`; read-only."""
         return self._part(self._slot_name(slot, self.slices[name].source), name)
 
     def kept(self, slot: str, name: str) -> Tensor:
@@ -104,7 +104,7 @@ class LocalClient:
         return piece.of(self.state[slot_name])
 
     def counter(self, slot: str, name: str) -> Tensor:
-        """A number of the client's state in a slot, of the parameter's shared tensor: a scalar in main memory."""
+        """The client's counter in a slot for the parameter's shared tensor: a scalar, initially 0, in main memory."""
         slot_name = place_of(f"{COUNTERS}{slot}", self.slices[name].source)
         return self.state.setdefault(slot_name, torch.zeros(()))
 
@@ -162,10 +162,10 @@ def local_client(
 def gradients_at(
     worker: Worker, assignment: Assignment, network: Network, weights: Weights, data: Samples, local: LocalSGD
 ) -> dict[str, Tensor]:
-    """The mean gradient of all samples at the received weights, by parameter; the module is as loaded afterwards.
+    """The mean gradient of all samples at the received weights, by parameter; the module is reloaded afterwards.
 
-    It is the gradient of what the network minimises in training. Raises TaskError for a network that is another one in
-    every batch.
+    It is the gradient of the loss that training minimises. Raises TaskError for a network that changes with every
+    batch.
     """
     if network.architecture is None:
         raise TaskError("the local rule needs the gradient of one network, and the client trains paths of a supernet")
@@ -197,12 +197,12 @@ class LocalRule:
     """Base class of rules that exchange tensors with the server or keep state at the clients; override `begin`.
 
     `shared` names slots of tensors that are sent with the model: one per parameter, of its shape, initially zero.
-    `server` names the server rule that belongs to it, if there is one. `extra_passes` is the number of passes over the
-    client's samples, forwards and backwards, beside its training. `needs_whole_change` says that what it sends or keeps
-    is made of the client's whole change, as SCAFFOLD's control variates are, so that it is refused where clients send
-    a part of theirs (ZeroFL, PyramidFL); a rule for which this does not matter sets it to False. `sends_only_change`
-    says that a client's message is the change of its weights alone, which differential privacy and secure aggregation
-    need; it is True of rules that are functions.
+    `server` names the server rule that belongs to it, if there is one. `extra_passes` is the number of forward and
+    backward passes over the client's samples besides its training. `needs_whole_change` says that what the rule sends
+    or keeps is computed from the whole change of the client's weights, as SCAFFOLD's control variates are. Such a rule
+    is refused where clients send only part of their change (ZeroFL, PyramidFL); a rule for which this does not matter
+    sets it to False. `sends_only_change` says that a client's message is nothing but the change of its weights, as
+    differential privacy and secure aggregation require; it is True of rules that are functions.
     Keyword parameters of the constructor are options (`method.train.options.NAME`).
     """
 
@@ -229,7 +229,7 @@ class LocalRule:
 
 
 def not_plain(local: LocalSGD, why: str) -> str | None:
-    """Why a rule refuses another optimiser than SGD, or several rates per round; None for SGD with one."""
+    """Why a rule refuses an optimiser other than SGD, or a rate that changes within a round; None for plain SGD."""
     if local.optimizer != PLAIN:
         return f"optimizer={local.optimizer.name}: {why}; use optimizer=sgd"
     if local.changes_rate:
@@ -274,7 +274,7 @@ def pull_towards(strength: float, anchors: Mapping[str, Tensor]) -> LinearCorrec
 
 
 def one_by_one(correct: Correction) -> Corrections:
-    """A correction of single gradients, applied to all."""
+    """Turns a correction of a single gradient into one of all gradients."""
 
     def all_of(names: list[str], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
@@ -320,7 +320,7 @@ class _Simple(LocalRule):
 
 
 class _Own(LocalRule):
-    """A user's own rule: whatever goes wrong in it names it."""
+    """Wraps a user's own rule so that its errors name it."""
 
     def __init__(self, name: str, rule: LocalRule) -> None:
         self.name, self.rule, self.shared = name, rule, rule.shared
@@ -358,7 +358,7 @@ IN_PLACE = "change the gradient in place, as gradient.add_(...) does"
 
 
 def local_rule(choice: ComponentSpec) -> LocalRule:
-    """The chosen rule; PluginError if it does not exist or is a class that is no `LocalRule`."""
+    """The chosen rule; PluginError if it does not exist or is a class that does not derive from `LocalRule`."""
     made, blame = LOCAL_RULES.make(choice), f"local rule {choice.name!r}"
     if not isinstance(made, LocalRule):
         if inspect.isclass(LOCAL_RULES.find(choice.name)):
@@ -374,7 +374,7 @@ def local_rule(choice: ComponentSpec) -> LocalRule:
 
 
 def refuse_parts(choice: ComponentSpec, key: str, senders: str, instead: str) -> None:
-    """Raises ValueError if the rule needs whole changes, of which the clients of `senders` send parts.
+    """Raises ValueError if the rule needs whole changes, because the clients of `senders` send only part of theirs.
 
     `key` is the configuration key of the stage; `instead` says what can be used.
     """

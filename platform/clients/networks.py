@@ -25,7 +25,7 @@ from fedloom.platform.spaces.slices import (
 from fedloom.tiers.costs import size_of
 
 ESTIMATED, AVERAGED = "estimated", "averaged"
-"""Running statistics of a supernet's slice: measured for it on unlabelled samples, or the mean of what clients sent."""
+"""Where a slice's running statistics come from: estimated for it on unlabelled samples, or averaged over clients."""
 
 if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Assignment
@@ -46,8 +46,8 @@ class Network:
         architecture, subspace: its id in the tables, if it is an architecture or a subspace.
         remaining: the options of a searched network, None for a fixed one.
         passes: forward and backward passes per training batch.
-        loss: the loss of a pass on its logits and targets, instead of the objective's, such as one of distillation.
-        compilable: whether it keeps its architecture for many rounds and `forward` is its module's.
+        loss: the loss of a pass on its outputs and targets if it is not the objective's, such as one of distillation.
+        compilable: whether it keeps its architecture for many rounds and `forward` is its module.
     """
 
     module: nn.Module
@@ -89,7 +89,7 @@ class Network:
 
 @dataclass(frozen=True)
 class DrawingNetwork(Network):
-    """A network that runs another part of itself in every pass, and counts the forward MACs of what it draws."""
+    """A network that draws another part of itself for every pass, and counts the forward MACs of the parts it draws."""
 
     spent_macs: list[float] = field(default_factory=lambda: [0.0])
 
@@ -206,7 +206,7 @@ class MixedNetwork:
 
     def _in(self, space: SearchSpace) -> tuple[SumsOptions, Subspace]:
         """The space as one whose layers can sum operators, and the subspace."""
-        from fedloom.platform.spaces.capabilities import summing_options  # all spaces, which few networks need
+        from fedloom.platform.spaces.capabilities import summing_options  # imports all spaces, which few networks need
 
         summing = summing_options(space, "this network")
         return summing, summing.largest_subspace if self.subspace is None else self.subspace
@@ -228,7 +228,7 @@ class OfSubnet:
 
 
 def in_task(worker: Worker, data: Samples, network: Network) -> Samples:
-    """The samples with the labels of the task that a network is for."""
+    """The samples with their labels mapped to the classes of the network's task."""
     choices = network.choices if worker.spec.label_sets else None
     return data if choices is None else worker.in_task(data, choices)
 
@@ -236,7 +236,7 @@ def in_task(worker: Worker, data: Samples, network: Network) -> Samples:
 def rows_of_classes(
     module: nn.Module, tensors: Mapping[str, Tensor], outputs: Collection[int], classes: Tensor
 ) -> dict[str, tuple[tuple[int, int], ...]]:
-    """The rows of these classes, in ranges, of the classifier: the last layer whose number of rows is in `outputs`."""
+    """Ranges of these classes' rows, per parameter of the classifier: the last layer with a row count in `outputs`."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     classifier: list[str] = []
     for part in module.modules():

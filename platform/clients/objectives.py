@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """The logits of a network that gives them alone, or as `logits` among several outputs by name."""
+    """A network's logits: its only output, or the one named `logits`; ValueError if there is neither."""
     logits = outputs.get("logits", outputs) if isinstance(outputs, Mapping) else outputs
     if isinstance(logits, Tensor):
         return logits
@@ -42,7 +42,7 @@ class Objective:
 
     @property
     def counted_classes(self) -> Tensor | None:
-        """The classes whose rows of the classifier this client's update counts in, ascending; None for all."""
+        """The classes, ascending, in whose rows of the classifier this client's update counts; None for all."""
         return None
 
     def targets(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class LastPosition(Objective):
 
 
 class LaterPositions(Objective):
-    """Only a text's positions from `skip` on count, which have as much context (Bai et al.'s code)."""
+    """Only a text's positions from `skip` on count, which have at least that much context (Bai et al.'s code)."""
 
     def __init__(
         self, *, skip: Annotated[int, UP_TO_A_MILLION, "how many of the first positions do not count"] = 40
@@ -110,15 +110,15 @@ class LaterPositions(Objective):
         return logits_of(outputs)[:, :, self.skip :], targets[:, self.skip :]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        # The end of a text may be a batch of padding alone, of which a mean is not defined.
+        # At the end of a text a whole batch may be padding, whose mean is not defined.
         return self.loss_sum(outputs, targets) / torch.as_tensor(self.counted(outputs, targets)).clamp_min(1)
 
 
 class MaskedClasses(Objective):
     """A client's loss ignores the logits of the classes that are absent from its data (HeteroFL).
 
-    Their rows of the classifier, which only weight decay changes, are left out of the mean over clients: they are sent,
-    so that bytes are the same, and the server ignores them. Evaluation uses all classes.
+    The classifier's rows of these classes, which only weight decay changes, are left out of the mean over clients. They
+    are sent all the same, so that bytes do not change, but the server ignores them. Evaluation uses all classes.
     Source: Diao et al. 2021, Sec. 3 (masking trick); the rows: the authors' code.
     """
 
@@ -177,7 +177,7 @@ CLASSIFICATION = ComponentSpec("classification")
 def divergence(outputs: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
     """Mean of KL(teacher || outputs) over all targets, logits (B, classes) or (B, classes, T) divided by `temperature`.
 
-    The teacher's are targets: give them without gradients.
+    The teacher's logits are targets: pass them without gradients.
     """
     soft, target = F.log_softmax(outputs / temperature, dim=1), F.log_softmax(teacher / temperature, dim=1)
     return F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1).mean()
@@ -185,10 +185,10 @@ def divergence(outputs: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
 
 @dataclass
 class DistilledLoss:
-    """The loss of a batch's passes, of which the first is the teacher's: its loss is the objective's.
+    """The losses of a batch's passes: the first pass is the teacher, with the objective's loss.
 
-    That of the others is (1 - weight) times the objective's and weight T^2 KL(teacher || pass), both softened by T; the
-    teacher's outputs are targets, through which nothing is trained.
+    The loss of every other pass is (1 - weight) times the objective's plus weight T^2 KL(teacher || pass), both
+    softened by the temperature T. No gradient flows through the teacher's outputs.
     """
 
     weight: float
@@ -198,7 +198,7 @@ class DistilledLoss:
     teacher: Tensor | None = None
 
     def passed(self, outputs: Tensor) -> None:
-        """Notes the outputs of the batch's next pass."""
+        """Records the outputs of the batch's next pass."""
         if self.passes_made == 0:
             self.teacher = outputs.detach()
         self.passes_made += 1
@@ -209,7 +209,7 @@ class DistilledLoss:
         return self.passes_made == 0
 
     def loss(self, objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of the pass that was noted last."""
+        """The loss of the pass that was recorded last."""
         first, self.passes_made = self.passes_made == 1, self.passes_made % self.passes
         hard = objective.loss(outputs, targets)
         if first:
@@ -255,7 +255,7 @@ def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outpu
 
 
 def _checked(value: Tensor, what: str, blame: str, samples: int | None = None) -> Tensor:
-    """A finite tensor of one number, or of one or more for each of the samples; PluginError for anything else."""
+    """Returns the value if it is one finite number, or finite numbers for each of the samples; else PluginError."""
     if not isinstance(value, Tensor):
         raise PluginError(f"{blame}: {what} gives {value!r:.60}: give a tensor")
     form = (samples, *value.shape[1:]) if samples is not None else ()

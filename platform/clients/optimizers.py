@@ -1,7 +1,7 @@
-"""Local optimisers: what a step of a client's training makes of its gradients.
+"""Local optimisers: how a step of a client's training turns gradients into new parameters.
 
-An optimiser is called once per step, with all parameters that the step reaches, and keeps nothing itself: what lasts
-from step to step is the step's state, which a client begins anew in every round or keeps between its rounds.
+An optimiser is called once per step, with all parameters that the step reaches, and has no state of its own: what lasts
+from step to step is in the step's state, which a client resets in every round or keeps between its rounds.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Keeps(Protocol):
         """A tensor like the parameter, initially 0."""
 
     def counter(self, slot: str, name: str) -> Tensor:
-        """A number of the parameter, initially 0."""
+        """A scalar counter of the parameter, initially 0."""
 
 
 @dataclass
 class Memory:
-    """What lasts from step to step: tensors by slot and the parameter's index; those of `client`, if it keeps them."""
+    """An optimiser's state: tensors by slot and parameter index, stored by `client` if it keeps them between rounds."""
 
     names: tuple[str, ...]
     client: Keeps | None = None
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
     def of(self, slot: str, touched: list[int], like: list[Tensor] | None) -> list[Tensor]:
-        """The tensors of the parameters of these indices; numbers where there are none that they are `like`."""
+        """A slot's tensors for the parameters of the indices `touched`, shaped as `like`; scalars if that is None."""
         tensors = self.slots.setdefault(slot, {})
         for position, i in enumerate(touched):
             if i in tensors:
@@ -92,7 +92,7 @@ class LocalStep:
         return [there.get(i) for i in self._touched]
 
     def keep(self, slot: str, tensors: list[Tensor | None]) -> None:
-        """Keeps tensors in place of the None that `begun` has given."""
+        """Stores the tensors that replace the None values returned by `begun`."""
         there = self._memory.slots.setdefault(slot, {})
         there.update((i, tensor) for i, tensor in zip(self._touched, tensors, strict=True) if tensor is not None)
 
@@ -116,7 +116,7 @@ class OptimizerTraits:
 @declares(OptimizerTraits(elementwise=True))
 def sgd(step: LocalStep) -> None:
     """SGD: v <- momentum v + g;  x <- x - lr v."""
-    # To copy a first gradient, as torch does where there is None, costs less than to add it to zeros.
+    # Where a velocity is None, torch copies the first gradient, which costs less than to add it to zeros.
     nothing: list[Tensor | None] = [None] * len(step.parameters)
     velocities = step.begun(MOMENTUM) if step.momentum else nothing
     torch_sgd(

@@ -81,7 +81,7 @@ def calibration_samples(worker: Worker) -> Tree:
 
 
 def _spread(samples: StoredSamples) -> Tree:
-    """Evenly spaced inputs, as many as statistics are estimated from."""
+    """Evenly spaced inputs of the samples, at most `CALIBRATION_SAMPLES`."""
     places = torch.linspace(0, len(samples) - 1, min(CALIBRATION_SAMPLES, len(samples))).round().long()
     return samples.tensors(places.numpy())[0]
 
@@ -97,8 +97,8 @@ def loaded_subnet(worker: Worker, subnet: Subnet, weights: Weights) -> nn.Module
 def scored_subnet(worker: Worker, subnet: Subnet, weights: Weights, version: str | None = None) -> nn.Module:
     """Like `loaded_subnet`, with running statistics that fit the subnet.
 
-    The batch norms of a slice of the supernet get re-estimated statistics; a stand-alone model has its own already.
-    They are estimated once for each subnet of weights with a `version`, for all data that it is scored on.
+    The batch norms of a slice of the supernet get re-estimated statistics; a stand-alone model has its own already. For
+    weights with a `version` they are estimated only once per subnet, and reused for all data that it is scored on.
     """
     module = loaded_subnet(worker, subnet, weights)
     if not subnet.stand_alone and subnet.statistics == ESTIMATED and worker.space.keeps_statistics:
@@ -119,7 +119,7 @@ Buffers = list[tuple[Tensor, Tensor]]
 def _estimated_for(
     worker: Worker, module: nn.Module, paths: Sequence[Architecture], unlabelled: Tree
 ) -> Iterator[list[Buffers]]:
-    """The statistics of each path of the supernet module, which has afterwards those that it had before."""
+    """The statistics estimated for each path of the supernet module, whose own statistics are restored afterwards."""
     norms = {f"{n}.running_mean": part for n, part in module.named_modules() if isinstance(part, BatchNorm)}
     before = [(buffer, buffer.clone()) for norm in norms.values() for buffer in norm.buffers()]
 
@@ -149,8 +149,8 @@ def score_subnets(
 ) -> list[Score]:
     """The scores of subnets of the shared supernet, in the given order.
 
-    The supernet module computes them if subnets hold whole tensors, with statistics that are estimated for each from
-    `unlabelled` samples, if given; otherwise each subnet's own module. All are for the same task.
+    If subnets hold whole tensors, the supernet module computes the scores, with statistics that are estimated per path
+    from the `unlabelled` samples, if given; otherwise each subnet's own module does. All must be for the same task.
     """
     data = worker.in_task(data, architectures[0]) if architectures else data
     if worker.space.slices_tensors:
@@ -159,7 +159,7 @@ def score_subnets(
     module = worker.load_whole(weights, version)
     worker.set_mode(module, training=False)
     beginnings = getattr(module, "beginnings", None)
-    # In the order in which most of the paths begin as the last one did.
+    # Sorted, so that most paths begin with the same layers as the path before, whose outputs `beginnings` keeps.
     order = sorted(range(len(architectures)), key=lambda i: architecture_id(architectures[i]))
     paths = [architectures[i] for i in order]
     averaged = nullcontext[list[Buffers]]([[] for _ in paths])
@@ -204,19 +204,19 @@ class ScoreSubnets:
         return replace(costs, measurements=tuple(measurements))
 
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
-        """The costs of a client's scores of a loss and a metric, counted without scoring."""
+        """The costs of scoring a loss and a metric on a client, counted without scoring."""
         client_id = client_of(assignment)
         samples, held = (worker.data.size(client_id, split) for split in (self.split, "train"))
         passes = samples + (min(held, CALIBRATION_SAMPLES) if held > 1 and self._is_estimated(worker) else 0)
         return self._costs(worker, samples, passes, 2 * len(self.architectures))
 
     def _is_estimated(self, worker: Worker) -> bool:
-        """Whether paths of the supernet module get statistics; subnets with slices of tensors always have their own."""
+        """Whether statistics are estimated for the supernet module's paths; subnets of sliced tensors get their own."""
         space = worker.space
         return self.statistics == ESTIMATED and space.keeps_statistics and not space.slices_tensors
 
     def _unlabelled(self, worker: Worker, client_id: int | None) -> Tree | None:
-        """The samples from which paths' statistics are estimated; a single one has no variance."""
+        """The inputs from which paths' statistics are estimated, if they are; a single sample has no variance."""
         if not self._is_estimated(worker):
             return None
         if client_id is None:
@@ -253,7 +253,7 @@ class EstimateStatistics:
     subnet: Subnet
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
-        """Estimates them from the samples from which a search does."""
+        """Estimates them from the same samples as a search does."""
         del assignment
         module = scored_subnet(worker, self.subnet, weights)
         samples = len(calibration_samples(worker))

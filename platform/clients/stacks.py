@@ -63,22 +63,22 @@ BY_SAMPLE = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.Tanh, nn.Sigmoid),
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
 )
-"""Layers whose stacked form torch computes in one call, and which treat every sample alone."""
+"""Layers that torch computes for a whole stack in one call, and that treat every sample on its own."""
 BY_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d)
-"""Those that do not treat every sample alone: only batches of the same size are stacked."""
+"""Layers that mix the samples of a batch: with them, only clients with batches of the same size are stacked."""
 OBJECTIVES = (Objective, LastPosition, TopK)
 
 DIVERGED = "its loss in the stack was not finite"
-"""Why a client is trained again alone, which says where."""
+"""Why a client is trained again alone; that training reports where it diverges."""
 
 
 # -- what can be stacked ----------------------------------------------------------------------------------------------
 
 
 def common_subnet(tasks: Sequence[Task]) -> Subnet | None:
-    """The subnet that all tasks train in the same way but for the clients' shares; None if they differ in more.
+    """The subnet that all tasks train in the same way, apart from the clients' shares; None if they differ in more.
 
-    None as well for a local rule with passes of its own, which need a module for each client.
+    Also None for a local rule with extra passes, which need a module for each client.
     """
     first = tasks[0] if tasks else None
     if not isinstance(first, Train) or not isinstance(first.network, Subnet):
@@ -89,7 +89,7 @@ def common_subnet(tasks: Sequence[Task]) -> Subnet | None:
 
 
 def skeleton(space: SearchSpace, architecture: Architecture) -> nn.Module | None:
-    """A subnet without values, whose layers are called with the tensors of many clients; None if some cannot be."""
+    """A subnet's module without values, to be called with the tensors of many clients; None if a layer forbids that."""
 
     def build(space: SearchSpace) -> nn.Module | None:
         if not space.stacks:
@@ -106,7 +106,7 @@ def layers_stack(module: nn.Module) -> bool:
 
 
 def _stackable(worker: Worker, assignments: Sequence[Assignment], most: int) -> list[list[int]]:
-    """The places of clients that can be trained as one batch, at least two in each."""
+    """Groups of at least two clients that can be trained as one batch, as indices of the assignments."""
     places = [i for i, a in enumerate(assignments) if a.client_id is not None and a.is_done]
     subnet = common_subnet([assignments[i].task for i in places])
     if subnet is None or type(worker.objective) not in OBJECTIVES or not worker.data.dataset.normalises:
@@ -125,18 +125,18 @@ def _stackable(worker: Worker, assignments: Sequence[Assignment], most: int) -> 
 
 
 LARGEST_STACK = 32
-"""Clients of a stack: more hardly make the products larger than a processor's caches like."""
+"""The most clients per stack: because of a processor's caches, larger stacks hardly gain anything."""
 STACKS = 2
-"""A round's clients are divided into at least so many stacks, for as many actors to train at once."""
+"""The least number of stacks of a round's clients, so that this many actors can train at once."""
 GAINFUL_MACS = 2e8
-"""MACs of a step of all clients of a stack, from which on nothing is gained."""
+"""MACs per step of a whole stack above which stacking gains nothing."""
 
 
 def clients_per_stack(wanted: str, space: SearchSpace, macs: CostTable, tasks: Sequence[Task], batch_size: int) -> int:
     """The number of clients per stack; 1 if they train different networks, parts of a supernet, or large networks.
 
-    `wanted` is `off`, `auto` or a number. It depends on the configuration alone, never on the machine or the number of
-    actors, because rounding depends on it.
+    `wanted` is `off`, `auto` or a number. The result depends on the configuration alone, never on the machine or the
+    number of actors, because rounding depends on it.
     """
     subnet = None if wanted == "off" else common_subnet(tasks)
     if subnet is None or skeleton(space, subnet.architecture) is None:
@@ -157,7 +157,7 @@ def _task(assignment: Assignment) -> Train:
 
 @dataclass(frozen=True)
 class StackedTask:
-    """A task whose result is known, because its client was trained in a stack; or the error of that."""
+    """A task whose result or error is known already, because its client was trained in a stack."""
 
     result: ClientResult | Exception
 
@@ -171,9 +171,9 @@ class StackedTask:
 
 @dataclass(frozen=True)
 class Stacked:
-    """What became of a chunk's clients, by place: those whose result is known, and why others are trained alone.
+    """What became of a chunk's clients, by index: `tasks` with known results, and why others are trained alone.
 
-    Those in neither were not in a stack.
+    Clients in neither were not in a stack.
     """
 
     tasks: dict[int, StackedTask] = field(default_factory=dict)
@@ -183,11 +183,11 @@ class Stacked:
 def train_in_stacks(
     worker: Worker, assignments: Sequence[Assignment], weights: Weights, most: int, begins: Callable[[int], None]
 ) -> Stacked:
-    """Trains a chunk's clients in stacks of up to `most` clients, as far as that is possible.
+    """Trains a chunk's clients in stacks of up to `most` clients, where that is possible.
 
-    All others, and those whose training diverged, are left to be trained one by one, which also says what is wrong and
-    who is to blame. A stack without enough memory fails, because its results would otherwise depend on the share of the
-    GPU. `begins` is told the place of the first client of each stack. Raises DeviceLostError.
+    All other clients, and those whose training diverged, are left to be trained one by one, which also shows what is
+    wrong and for which client. A stack without enough memory fails, because its results would otherwise depend on the
+    share of the GPU. `begins` is called with the index of each stack's first client. Raises DeviceLostError.
     """
     done = Stacked()
     left: list[Sequence[int]] = [range(len(assignments))]
@@ -220,9 +220,9 @@ def train_in_stacks(
 
 @dataclass
 class Member:
-    """One client of a stack: its place among all samples, its random stream, and its local rule with what it sees.
+    """One client of a stack: where its samples start in the stack's data, its random stream, its rule and its state.
 
-    `optimizer` makes its steps if those of all clients cannot be made at once.
+    `optimizer` makes the client's steps if one call cannot make those of all clients.
     """
 
     assignment: Assignment
@@ -237,10 +237,10 @@ class Member:
 
 @dataclass
 class Stack:
-    """The tensors of K clients, stacked by name (K, ...), and all of their samples, one client's after the other's.
+    """The tensors of K clients, stacked by name (K, ...), and all of their samples, client after client.
 
     `forward` maps one client's tensors and a batch (B, ...) to logits; `ready` writes a batch of stored samples to
-    a tensor as it takes them. `members` are sorted by their numbers of steps, most first.
+    a tensor in the form that `forward` takes. `members` are sorted by their numbers of steps, most first.
     """
 
     forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]
@@ -320,7 +320,7 @@ def _member(
 
 
 def steps_at_once(local: LocalSGD) -> bool:
-    """Whether one call of the optimiser makes the steps of all clients: they have equal rates and numbers of steps."""
+    """Whether one optimiser call can make the steps of all clients, as their rates and numbers of steps are equal."""
     return optimizer_traits(local.optimizer.name).elementwise and not local.keeps_state and local.cosine_to is None
 
 
@@ -341,7 +341,7 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
         for m, of in zip(members, labels, strict=True)
     ]
     augment = augmentation(local.augment)
-    # One for all steps: the memory of a batch of many clients would be asked of the system anew at every step.
+    # One buffer for all steps: a new one per step would be requested from the system every time.
     inputs, most = stack.data[0], min(local.batch_size + 1, max(m.samples for m in members))
     room = inputs.new_empty((len(members) * most, *inputs.shape[1:]), dtype=torch.float32)
     seen = [Seen(inputs.device, local.loss_norm) for _ in members]
@@ -361,7 +361,7 @@ def train_stack(stack: Stack, local: LocalSGD, objective: Objective) -> list[Tra
 
 
 def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> tuple[Tensor, Tensor]:
-    """Batches as one (K, B, ...) in `room`, shorter ones filled up with samples that do not count."""
+    """The clients' batches as one (K, B, ...) in `room`, shorter ones padded with samples that do not count."""
     most = max(map(len, parts))
     index = torch.empty((len(parts), most), dtype=torch.int64)
     for k, part in enumerate(parts):
@@ -378,7 +378,7 @@ def _batch(stack: Stack, parts: Sequence[Tensor], room: Tensor) -> tuple[Tensor,
 
 
 class _Live:
-    """The first clients of a stack, those that are at work, as tensors that take gradients."""
+    """The clients of a stack that are still at work, which are its first ones, as tensors with gradients."""
 
     def __init__(self, stack: Stack, at_work: int, local: LocalSGD, optimizer: Optimizer) -> None:
         self._stack, self._clip_norm, self._norm = stack, local.clip_norm, local.loss_norm
@@ -440,7 +440,7 @@ class _Live:
 
 
 def stacked_correction(of_members: Sequence[LinearCorrection]) -> LinearCorrection:
-    """The corrections of clients with the same rule, as one of their stacked parameters (K, ...)."""
+    """Combines the corrections of clients with the same rule into one of their stacked parameters (K, ...)."""
 
     def stacked(of: Callable[[LinearCorrection], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.stack([of(correct)[name] for correct in of_members]) for name in of(of_members[0])}

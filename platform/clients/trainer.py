@@ -1,4 +1,4 @@
-"""The client of FedAvg: it trains a network on its data and sends the update; and the steps of which that is made."""
+"""The client of FedAvg, which trains a network on its data and sends the update, and the functions it is made of."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ValidationUse = Literal["unused", "trained", "scored"]
 class Train:
     """Trains a network on the client's data and sends all of its tensors: the client of FedAvg.
 
-    `weighting` is the rule of the tensors' weights (`averaging.weighting`); `processors` are what happens to the update
+    `weighting` is the rule of the tensors' weights (`averaging.weighting`); `processors` are applied to the update
     before it is sent.
     """
 
@@ -73,7 +73,7 @@ class Train:
     ) -> ClientResult:
         """The result of a network that has been trained and is loaded in the worker's module.
 
-        Raises TaskError if the update does not fit the form in which it is sent.
+        Raises TaskError if a value of the update is too large for the form in which it is sent.
         """
         result = self.outcome(trained, samples)
         if self.processors:
@@ -138,7 +138,7 @@ class Train:
 def client_samples(
     worker: Worker, assignment: Assignment, *, use_validation: bool = False, processors: Processors = ()
 ) -> Samples:
-    """The client's training data, with its validation data if `use_validation`; labels are what `processors` make."""
+    """The client's training data, with its validation data if `use_validation`; `processors` may change the labels."""
     client_id = client_of(assignment)
     x, y = worker.client_data(client_id, "train")
     for each in processors:
@@ -160,12 +160,11 @@ def train_network(
 ) -> TrainedNetwork:
     """Trains a network locally from `weights`; all networks that an assignment trains see the same batches.
 
-    `step_of` makes the steps from the optimiser of the network's parameters, for example such that go on with the
-    momentum of an earlier round (`Optimizer.resume`) or also update further variables. Raises TaskError if the training
-    diverged.
+    `step_of` wraps the optimiser of the network's parameters, for example to continue with the momentum of an earlier
+    round (`Optimizer.resume`) or to update further variables as well. Raises TaskError if the training diverged.
     """
     forward = network.forward
-    if network.compilable:  # before it is loaded, because a step is tried
+    if network.compilable:  # before it is loaded, because compiling makes a trial step
         forward = worker.training_forward(network.module, data[0], local.batch_size)
     tensors = worker.load(network.module, weights, network.slices)
     data = in_task(worker, data, network)
@@ -213,7 +212,7 @@ class TrainedNetwork:
         parameters: the names of the trained tensors, in the network's order.
         client: the client as its local rule left it, with what the rule sends and keeps.
         rule_macs: forward MACs of the local rule's own passes.
-        rows: the ranges of rows that count of a tensor, where not all do.
+        rows: by tensor name, the ranges of the rows that count, for tensors of which not all do.
     """
 
     network: Network

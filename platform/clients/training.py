@@ -27,7 +27,7 @@ Samples = tuple[Tree, Tree]
 """Inputs (n, ...) and targets (n,) or (n, T), or several of each by name."""
 
 Outputs = Any
-"""What a network gives: logits (B, classes) or (B, classes, T), or whatever its objective takes."""
+"""A network's outputs: logits (B, classes) or (B, classes, T), or whatever its objective takes."""
 
 Loss = Callable[["Objective", Outputs, Any], Tensor]
 """The loss of outputs on targets, given the objective whose own loss it may use."""
@@ -124,7 +124,7 @@ def train_locally(
         generator: shuffles and augments; always a CPU generator.
         objective: loss, metric, and which targets count.
         passes: forward and backward passes per batch; their gradients are summed (subnets of progressive shrinking).
-        own_loss: what a pass minimises instead of the objective's loss, which is what is reported all the same.
+        own_loss: the loss that passes minimise instead of the objective's; the latter is reported all the same.
     """
     x, y = data
     device, samples = first(x).device, rows_of(y)
@@ -148,7 +148,7 @@ def train_locally(
 
 
 def detached(outputs: Outputs) -> Outputs:
-    """What a network gave, without its gradients."""
+    """A network's outputs without gradients."""
     if isinstance(outputs, Tensor):
         return outputs.detach()
     if isinstance(outputs, Mapping):
@@ -171,9 +171,9 @@ def batch_indices(
 ) -> Iterator[Tensor]:
     """Yields batches of indices on the device, reshuffled every epoch, with the sizes of `epoch_sizes`.
 
-    With the samples' labels (n,) in `balanced` an epoch has the same steps, but each of its n places is drawn anew and
-    with replacement: one of the classes that are there, all equally likely, then one of its samples (as in the authors'
-    code of FedorAS for spoken words).
+    If `balanced` holds the samples' labels (n,), an epoch has the same number of steps, but each of its n samples is
+    drawn with replacement: first one of the classes that the client has, all equally likely, then one of its samples
+    (as in the code of FedorAS's authors for spoken words).
     """
     sizes = epoch_sizes(num_samples, batch_size)
     if balanced is not None:
@@ -221,7 +221,7 @@ class Seen:
         self.record(loss.detach(), correct, squares, counted)
 
     def record(self, loss: Tensor, correct: Tensor, squares: Tensor, counted: Tensor | int) -> None:
-        """Adds a batch's mean loss, the sums of its metric and (if `norm`) of its squared losses, and its targets."""
+        """Adds a batch's mean loss, its metric and (if `norm`) squared losses as sums, and its number of targets."""
         self.losses.append(loss)
         self.correct.append(correct)
         self.targets.append(counted)
@@ -233,7 +233,7 @@ class Seen:
         if any(isinstance(t, Tensor) for t in self.targets):
             numbers = [torch.as_tensor(t, dtype=torch.float64, device=self.device) for t in self.targets]
             counts = torch.stack(numbers)
-        else:  # known without the data: one copy
+        else:  # counts that do not depend on the data: one copy
             counts = upload(torch.tensor(self.targets, dtype=torch.float64), self.device)
         sums = [counts.sum(), torch.dot(torch.stack(self.losses).double(), counts), torch.stack(self.correct).sum()]
         sums += [torch.stack(self.squares).sum()] if self.norm else []
@@ -260,13 +260,13 @@ class Optimizer:
     It calls torch's functional optimisers, because an `Optimizer` object of torch's visits all operators of a supernet
     at every step, which costs more than a small client's arithmetic.
 
-    A parameter that a batch's path leaves out rests: it has no gradient, and neither it nor its state changes, as in
-    torch from 2.0 on. With `idle_momentum` its gradient is zero from its first step on, so that momentum moves it on
-    and weight decay shrinks it: torch before 2.0, whose `zero_grad()` cleared gradients to zeros. The authors of
-    FedorAS trained with 1.13.1 (requirements.txt of their code), where operators moved 1.5 to 3.5 times as far.
+    A parameter outside a batch's path has no gradient, and neither it nor its state changes, as in torch from 2.0 on.
+    With `idle_momentum` its gradient is zero from its first step on, so that momentum keeps moving it and weight decay
+    shrinks it, as in torch before 2.0, whose `zero_grad()` set gradients to zero. The authors of FedorAS trained with
+    1.13.1 (requirements.txt of their code), where operators moved 1.5 to 3.5 times as far.
 
-    With `keeps_state` the state (momentum, Adam's moments and numbers of steps) is a part of the client's, in the
-    coordinates of the shared weights. A tensor has one number of steps, even if the client had other slices of it.
+    With `keeps_state` the state (momentum, Adam's moments and numbers of steps) is part of the client's state, in the
+    coordinates of the shared weights. A tensor has one number of steps, even if the client trained other slices of it.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Optimizer:
         client: Keeps | None = None,
         steps: int = 1,
     ) -> None:
-        """`correct` changes the gradients before a step; `client` is whose state may be kept, `steps` its number."""
+        """`correct` changes the gradients of a step; `client`, with `steps` steps per round, may keep the state."""
         self.local, self.correct, self._steps, self._made = local, correct, steps, 0
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         rule, name = LOCAL_OPTIMIZERS.make(local.optimizer), local.optimizer.name
@@ -287,7 +287,7 @@ class Optimizer:
             parameter.grad = None
 
     def resume(self, momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> Optimizer:
-        """Goes on with the momentum buffers of an earlier training, and with another correction if one is given."""
+        """Continues with the momentum buffers of earlier training, and with another correction if one is given."""
         buffers = moved(momentum, self.parameters[0].device) if momentum else {}
         there = self._memory.slots.setdefault(MOMENTUM, {})
         there.update((i, buffers[name]) for i, name in enumerate(self.names) if name in buffers)
@@ -295,7 +295,7 @@ class Optimizer:
         return self
 
     def narrow(self, parameters: Mapping[str, Tensor], clients: int) -> None:
-        """Goes on with the first clients of a stack, whose tensors (K, ...) these are."""
+        """Continues with the first `clients` of a stack, whose tensors (K, ...) are `parameters`."""
         self.parameters = tuple(parameters.values())
         for tensors in self._memory.slots.values():
             tensors.update((i, tensor[:clients]) for i, tensor in tensors.items() if tensor.dim())
@@ -307,7 +307,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Makes one step and clears the gradients, to zeros with `idle_momentum`; the rest of the parameters rest."""
+        """Makes one step and clears the gradients, to zeros with `idle_momentum`; other parameters do not change."""
         local = self.local
         touched = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         parameters = [self.parameters[i] for i in touched]
@@ -324,7 +324,7 @@ class Optimizer:
             parameter.grad = None
 
     def update(self, touched: list[int], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Applies the final gradients of the parameters of these indices."""
+        """Applies the final gradients to the parameters of the indices `touched`."""
         local = self.local
         lr = local.rate(self._made, self._steps) if local.changes_rate else local.lr
         self._made += 1

@@ -35,7 +35,7 @@ SUBNETS_KEPT = 8
 """Number of stand-alone modules kept for re-use: a client trains one, a final evaluation scores many in turn."""
 
 DATA_SHARE = 0.25
-"""The largest share of a worker's GPU memory that the prepared data may take for good; the rest is for training."""
+"""The largest share of a worker's GPU memory that the prepared data may occupy permanently; training uses the rest."""
 
 AnySamples = TypeVar("AnySamples", Samples, StoredSamples)
 
@@ -44,8 +44,8 @@ AnySamples = TypeVar("AnySamples", Samples, StoredSamples)
 class WorkerSpec:
     """Plain data from which any process builds an identical worker.
 
-    `cost_table` has the measure of the budgets, `macs_table` counts MACs for the rows. `training_seed` is the root of
-    the clients' random streams.
+    `cost_table` is in the measure of the budgets, `macs_table` counts the MACs of the rows. `training_seed` is the root
+    of the clients' random streams.
     """
 
     space: SpaceConfig
@@ -61,7 +61,7 @@ class WorkerSpec:
     compile: bool = False
     objective: ComponentSpec = CLASSIFICATION
     label_sets: tuple[LabelSet, ...] = ()
-    """The classes of every task; empty for one task, the data set's classes."""
+    """The classes of every task; empty for one task with the data set's classes."""
     device: str = "cpu"
     device_bytes: int = 0
     """The memory of a GPU that the worker may use."""
@@ -72,7 +72,7 @@ class WorkerSpec:
     constants: str = ""
     """The hash of the server's constants (`SearchSpace.constants_hash`)."""
     torch: str = ""
-    """The server's version of torch, if other processes have to have it, too."""
+    """The server's version of torch, if other processes must have the same one."""
 
 
 class Worker:
@@ -92,7 +92,7 @@ class Worker:
         self._label_maps: dict[int, Tensor] = {}
         self._compiled: dict[nn.Module, dict[int, Callable[[Tensor], Tensor] | str]] = {}
         self.not_compiled: str | None = None
-        """Why a network that the present client trains is not compiled, although it should be."""
+        """Why the current client's network is not compiled, although the run asks for it."""
 
     @cached_property
     def objective(self) -> Objective:
@@ -101,7 +101,7 @@ class Worker:
 
     @cached_property
     def space(self) -> SearchSpace:
-        """The search space; ValueError if its constants are others than the server's."""
+        """The search space; ValueError if its constants differ from the server's."""
         space = build_space(self.spec.space)
         if space.constants_hash != self.spec.constants:
             raise ValueError(
@@ -112,7 +112,7 @@ class Worker:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """How this worker's networks compute."""
+        """The precision and the memory format in which this worker's networks compute."""
         wanted = self.spec.memory_format
         last = self.space.channels_last if wanted == "auto" else wanted == "channels_last"
         return Kernels(self.spec.precision, channels_last=last)
@@ -146,7 +146,7 @@ class Worker:
     def subnet(self, architecture: Architecture) -> nn.Module:
         """A stand-alone module of the architecture, built at first use and then re-used."""
         if architecture not in self._subnets:
-            with self.device:  # where the process holds constants once for all modules
+            with self.device:  # on which the process holds the constants once for all modules
                 built = self.space.build_subnet(architecture)
             self._subnets[architecture] = self.kernels.prepared(built, self.device)
             if len(self._subnets) > SUBNETS_KEPT:
@@ -162,7 +162,7 @@ class Worker:
         return self._tensors[module]
 
     def constants_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """The parameters of a module that neither train nor travel."""
+        """The parameters of a module that are neither trained nor sent."""
         return {name: tensor for name, tensor in module.named_parameters() if name not in self.tensors_of(module)}
 
     def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
@@ -175,10 +175,10 @@ class Worker:
         return self._draws[module]
 
     def training_forward(self, module: nn.Module, x: Tree, batch_size: int) -> Callable[[Any], Outputs]:
-        """The forward pass of training on samples (n, ...), compiled for batches of this size if that is asked for.
+        """The forward pass for training on samples (n, ...), compiled for batches of this size if the run asks for it.
 
-        Compiling changes the module's gradients and running statistics. A module that cannot be compiled computes as
-        without it, and `not_compiled` says why.
+        Compiling changes the module's gradients and running statistics. A module that cannot be compiled runs
+        uncompiled, and `not_compiled` says why.
         """
         if not self.spec.compile or rows_of(x) < batch_size:
             return module
@@ -225,7 +225,7 @@ class Worker:
         return loaded
 
     def uploaded(self, weights: Weights) -> Weights:
-        """Shared weights on the worker's device, from which the slices of all clients are cut there."""
+        """The shared weights on the worker's device, where the slices of all clients are cut from them."""
         return moved(weights, self.device)
 
     def load_whole(self, weights: Weights, version: object) -> nn.Module:
@@ -239,7 +239,7 @@ class Worker:
         return self.supernet
 
     def in_task(self, data: AnySamples, options: Architecture | Subspace) -> AnySamples:
-        """The samples with the labels of the task that an architecture or a subspace is for."""
+        """The samples with their labels mapped to the classes of the task that the options belong to."""
         if not self.spec.label_sets:
             return data
         task = self._task(options)
@@ -250,7 +250,7 @@ class Worker:
         return data[0], self._label_maps[task][single(data[1], "a federation of several tasks")]
 
     def class_names(self, options: Architecture) -> tuple[str, ...]:
-        """The names of what the architecture's outputs are: classes, or the tokens of a text."""
+        """The names of an architecture's outputs: classes, or the tokens of a text."""
         if not self.spec.label_sets:
             return self.data.dataset.class_names
         return self.spec.label_sets[self._task(options)].names
@@ -263,13 +263,13 @@ class Worker:
         return self.data.client(client_id, split)
 
     def expect(self, splits_of_clients: Iterable[tuple[int, Sequence[str]]]) -> None:
-        """Has samples read that clients will soon train on, see `FederatedData.expect`, once the data are open."""
+        """Prefetches the samples that clients train on next, once the data are open; see `FederatedData.expect`."""
         data: FederatedData | None = self.__dict__.get("data")
         if data is not None:
             data.expect(splits_of_clients)
 
     def statistics_of(self, version: str) -> dict[Architecture, dict[str, Tensor]]:
-        """The running statistics of the subnets of these weights; those of the weights before are forgotten."""
+        """The running statistics of subnets with this version of the weights; those of other versions are dropped."""
         if self._statistics is None or self._statistics[0] != version:
             self._statistics = (version, {})
         return self._statistics[1]
@@ -280,7 +280,7 @@ class Worker:
         return self.data.central(split, share=share, rng=rng)
 
     def scored_data(self, client_id: int | None, split: str, share: float = 1.0) -> StoredSamples:
-        """What networks are scored on: one client's samples of a split, or of the server's (None) a share."""
+        """The samples to score on: one client's of a split, or a share of the server's if `client_id` is None."""
         return self.central_data(split, share) if client_id is None else self.data.stored(client_id, split)
 
 
@@ -288,7 +288,7 @@ class Worker:
 def own_randomness(generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """Seeds torch's global generators, which dropout draws from, with `generator`'s seed; restores them on exit."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        # `torch.manual_seed` also tells devices that nobody has used, and formats the stack for each: .7 ms a client.
+        # `torch.manual_seed` also seeds unused devices, and formats the call stack for each: 0.7 ms per client.
         torch.default_generator.manual_seed(generator.initial_seed())
         if device.type == "cuda":
             torch.cuda.manual_seed(generator.initial_seed())

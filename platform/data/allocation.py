@@ -15,15 +15,15 @@ from fedloom.platform.seeding import stream
 # -- latent Dirichlet allocation with equal client sizes (Hsu, Qi and Brown 2019) -------------------------------------
 # Each client has a label distribution q_k ~ Dirichlet and draws samples from it without replacement. Under `lda` all
 # clients draw in turn, one sample per step, so that no client only gets the classes that the others left over. Under
-# `lda_sequential` client after client draws all of its samples, as in Flower, on which FedorAS is built: the last
-# clients get what is left, and labels are more skewed at the same alpha.
+# `lda_sequential` one client after the other draws all of its samples, as in Flower, on which FedorAS is built: the
+# last clients get what is left over, and labels are more skewed at the same alpha.
 # alpha is the concentration per class, as in Flower's partitions and in most papers' "Dirichlet(alpha)". Hsu et al.
 # use alpha * prior, the same family with an alpha that is larger by the factor of the number of classes.
 
 EXHAUSTED_MASS = 1e-5
-"""What Flower adds to every class that is left: it decides where a client's own classes are exhausted."""
+"""Mass that Flower adds to every class with samples left: it matters once a client's own classes are exhausted."""
 SMALLEST_MASS = 1e-300
-"""Sums of a row below this count as zero, because dividing by them could underflow."""
+"""Row sums below this count as zero, because dividing by them could underflow."""
 
 
 def label_distributions(
@@ -117,7 +117,7 @@ class _ClassPools:
         return taken
 
     def take_until_exhausted(self, probabilities: FloatArray, count: int, rng: np.random.Generator) -> IntArray:
-        """Up to `count` samples with labels drawn one by one; fewer if one of the classes has none left before that."""
+        """Up to `count` samples with labels drawn one by one; ends early once one of the drawn classes is used up."""
         labels = rng.choice(len(self.left), size=count, p=probabilities)
         stop = count
         for label in np.flatnonzero(np.bincount(labels, minlength=len(self.left)) >= self.left):
@@ -128,9 +128,9 @@ class _ClassPools:
 
 
 # -- each class split over the clients, with unequal sizes (Yurochkin et al. 2019; FedML) -----------------------------
-# The partition of SPIDER (App. A.1), SuperFed and SuperFedNAS. alpha is the concentration per client: a class goes to
-# few clients if it is small. A client that has its equal share of all samples gets none of the classes that follow,
-# and everything is drawn again until each client has at least `FEWEST` samples.
+# The partition of SPIDER (App. A.1), SuperFed and SuperFedNAS. alpha is the concentration per client: the smaller it
+# is, the fewer clients share a class. A client that has its equal share of all samples gets none of the following
+# classes, and everything is drawn again until each client has at least `FEWEST` samples.
 
 FEWEST = 10
 """The fewest training samples of a client, before validation and test samples are set aside."""
@@ -158,9 +158,9 @@ def split_classes(
 def class_shares(
     alpha: float, sizes: list[int], num_clients: int, rng: np.random.Generator
 ) -> tuple[FloatArray, IntArray]:
-    """Shares (C, num_clients) of classes with these sizes, drawn class after class, and what the clients get in all.
+    """The clients' shares of each class (C, num_clients), drawn class by class, and their total numbers of samples.
 
-    The rows of the shares sum to 1.
+    `sizes` are the classes' numbers of samples. Each row of the shares sums to 1.
     """
     equal = sum(sizes) / num_clients
     owned = np.zeros(num_clients, dtype=np.int64)
@@ -176,7 +176,7 @@ def class_shares(
 
 
 def by_shares(classes: list[IntArray], shares: FloatArray) -> list[IntArray]:
-    """Every client's samples, ascending, if each class's samples are cut by its row of the shares (C, num_clients)."""
+    """Every client's samples, ascending: each class is cut in proportion to its row of the shares (C, num_clients)."""
     pieces = [cut_in_shares(samples, row) for samples, row in zip(classes, shares, strict=True)]
     return [np.sort(np.concatenate(client_pieces)) for client_pieces in zip(*pieces, strict=True)]
 
@@ -218,8 +218,8 @@ def deal_shards(labels: IntArray, num_clients: int, shards_per_client: int, rng:
 def dirichlet_sizes(alpha: float, samples: int, num_clients: int, rng: np.random.Generator) -> IntArray:
     """The clients' numbers of samples (num_clients,), in proportions drawn from Dirichlet(alpha).
 
-    Every client gets one sample ahead, as nobody can train on none: the authors' code draws again until everybody has
-    ten, which of many clients nobody sees the end of.
+    Every client gets one sample in advance, because it cannot train on none. The authors' code instead draws again
+    until every client has ten, which takes practically for ever with many clients.
     """
     shares = label_distributions(alpha, np.full(num_clients, 1 / num_clients), 1, rng)[0]
     return 1 + np.diff(_bounds(samples - num_clients, shares))
@@ -241,7 +241,7 @@ def describe(config: DataConfig, dataset: Dataset, seed: int) -> Fields:
         fields["alpha"] = float(config.alpha)
     if config.partition == "shards":
         fields["shards_per_client"] = config.shards_per_client
-    # Left out if unused, so that the hashes of partitions from before these options stay valid.
+    # Omitted if unused, so that the hashes of partitions from before these options stay valid.
     for key in ("test_share", "noise", "rotation"):
         if (value := getattr(config, key)) is not None:
             fields[key] = float(value)
@@ -297,13 +297,13 @@ def _natural_clients(dataset: Dataset) -> IntArray:
 
 
 PiecesOf = Callable[[str], Sequence[IntArray]]
-"""The clients' samples of a part of the data set."""
+"""Maps a part of the data set to every client's samples of it."""
 
 
 def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyArray]:
-    """The partition's arrays: per split the flat indices and the clients' offsets, and one array of the rule's own.
+    """The partition's arrays: per split the flat indices and the clients' offsets, and for some rules one more array.
 
-    The latter is `label_distributions` for partitions by label and `natural_clients` for natural.
+    This is `label_distributions` for partitions by label and `natural_clients` for natural ones.
     """
     rules = {
         "lda": _by_lda,
@@ -330,7 +330,7 @@ def allocate(config: DataConfig, dataset: Dataset, seed: int) -> dict[str, AnyAr
 
 
 def clients_of_rows(config: DataConfig, arrays: dict[str, AnyArray], part: str, num_samples: int) -> IntArray:
-    """The client that has each sample of a part of the data set (num_samples,), of the arrays of `allocate`; or -1."""
+    """The client of each sample of a part (num_samples,), by the arrays of `allocate`; -1 for samples of no client."""
     clients = np.full(num_samples, -1, dtype=np.int64)
     in_train = SPLITS[:2] if config.test_share is None else SPLITS
     for split in in_train if part == "train" else SPLITS[len(in_train) :]:
@@ -341,9 +341,9 @@ def clients_of_rows(config: DataConfig, arrays: dict[str, AnyArray], part: str, 
 def set_aside(
     pieces: Sequence[IntArray], wholes: Sequence[IntArray], share: float, rng: np.random.Generator
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """Splits off a random part of every client's piece, of the size `share` of its whole; returns rests and parts.
+    """Splits off a random part of every client's piece, a `share` of its whole in size; returns rests and parts.
 
-    If the share is positive, a part has at least one sample, but never all of its piece.
+    With a positive share, a part has at least one sample, unless its piece has only one: it is never the whole piece.
     """
     rests, parts = [], []
     for piece, whole in zip(pieces, wholes, strict=True):
@@ -415,22 +415,22 @@ def _by_quantity(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[
 
 
 def _in_proportion(samples: IntArray, counts: IntArray) -> list[IntArray]:
-    """Consecutive pieces in proportion to these counts, or equal ones if they are all 0.
+    """Consecutive pieces in proportion to these counts, or equal ones if all counts are 0.
 
-    In integers: rounded shares could leave somebody without his only sample, or give him one of a foreign class.
+    In integers: rounded shares could leave a client without its only sample, or give it one of a class it lacks.
     """
     counts = counts if counts.any() else np.ones_like(counts)
     return np.split(samples, np.cumsum(counts)[:-1] * len(samples) // counts.sum())
 
 
 def _in_order(dataset: Dataset, part: str, seed: int) -> IntArray:
-    """The samples of a part in the order in which they are cut: as they are of text, random of all else."""
+    """The samples of a part in the order in which they are cut into pieces: as stored for text, else random."""
     order = np.arange(dataset.num_samples(part))
     return order if dataset.per_position else stream(seed, "partition", part).permutation(order)
 
 
 def _uniformly(config: DataConfig, dataset: Dataset, seed: int) -> tuple[dict[str, AnyArray], PiecesOf]:
-    """All samples in pieces whose sizes differ by at most one: consecutive pieces of text, random ones of images."""
+    """All samples in pieces whose sizes differ by at most one: consecutive pieces of text, else random ones."""
 
     def pieces_of(part: str) -> Sequence[IntArray]:
         return [np.sort(piece) for piece in np.array_split(_in_order(dataset, part, seed), config.num_clients)]

@@ -30,13 +30,13 @@ class Arrays:
     Attributes:
         train: (x, y), or (x, y, clients).
             x: images as bytes (n, H, W), (n, C, H, W) or (n, H, W, C); numbers (n, channels, ...); tokens (n, T); or
-                several arrays (n, ...) by name, which a network gets as they are: whole numbers as int64, truth values,
-                others as float32.
+                several arrays (n, ...) by name, which a network gets as they are: integers as int64, booleans, others
+                as float32.
             y: labels (n,) from 0; for tokens the token to be predicted at every position (n, T), -100 for padding; or
-                whatever an objective of your own takes, as one or more arrays (n, ...) by name.
+                whatever your own objective takes, as one or more arrays (n, ...) by name.
             clients: the name or number of each sample's client (n,), for `data.partition=natural`.
         test: as `train`; by default a fifth of the training samples, independent of the run's seed.
-        class_names: names of the classes, or the vocabulary of tokens; by default numbers, of labels by name two.
+        class_names: names of the classes, or the vocabulary of tokens; by default numbers, for labels by name 0 and 1.
         mean, std: per channel, for the normalisation of the inputs divided by `scale`; by default those of the
             training samples.
         scale: the input value that is mapped to 1.0; by default 255 for bytes and 1 otherwise.
@@ -58,12 +58,12 @@ class _Part:
 
     @property
     def arrays(self) -> dict[str, AnyArray]:
-        """All arrays of samples by the names under which they are stored, without the part's."""
+        """All arrays of inputs and labels by the names under which they are stored, without the part's prefix."""
         return {**named("x", self.x), **named("y", self.y)}
 
     @property
     def labels(self) -> AnyArray | None:
-        """The classes of the samples (n,), or of their positions (n, T), if there are any."""
+        """The classes of the samples (n,), or of their positions (n, T); None if there are none."""
         if isinstance(self.y, np.ndarray) and self.y.dtype.kind in "iu" and self.y.ndim in (1, 2):
             return self.y
         return None
@@ -161,7 +161,7 @@ def _part(pair: Any, blame: str) -> _Part:
 
 
 def _tree(arrays: Any, blame: str) -> ArrayTree:
-    """The given arrays as NumPy's."""
+    """The given arrays as NumPy arrays, by name if they are named."""
     if not isinstance(arrays, Mapping):
         return np.asarray(arrays)
     wrong = [name for name in arrays if not (isinstance(name, str) and name.isidentifier())]
@@ -208,7 +208,7 @@ def _held_out(part: _Part) -> tuple[_Part, _Part]:
 
 def _class_names(arrays: Arrays, parts: Sequence[_Part], blame: str) -> tuple[str, ...]:
     tokens = parts[0].labels is not None and parts[0].labels.ndim == 2
-    # What holds classes, or the tokens of a text.
+    # The arrays that hold classes, or the tokens of a text.
     classes = [(part, "labels", part.labels) for part in parts if part.labels is not None]
     classes += [(part, "tokens", part.x) for part in parts if tokens and isinstance(part.x, np.ndarray)]
     greatest = max((int(values.max()) for _, _, values in classes), default=1)
@@ -260,7 +260,7 @@ class _Content:
     clients_by_part: Mapping[str, IntArray]
 
     def array(self, part: str, kind: str) -> AnyArray:
-        """A part's inputs or labels, which are one array."""
+        """A part's inputs ("x") or labels ("y"), if they are one array."""
         return self.parts[part].arrays[kind]
 
     @cached_property
@@ -333,7 +333,7 @@ class TokenArrays(TokenSource):
 
 @dataclass(frozen=True, eq=False)
 class TreeArrays:
-    """Several arrays per sample, or labels that are no classes, identified by their content."""
+    """Several arrays per sample, or labels that are not classes, identified by their content."""
 
     content: _Content
 
@@ -358,7 +358,7 @@ NPZ_NAMES_WITHOUT_PARTS = {"x": ("x", "images"), "y": ("y", "labels"), "clients"
 def read_npz(path: Path) -> Arrays:
     """Reads train_x, train_y, test_x, test_y (or x_train, ..., or x and y, of which a fifth is held out for testing).
 
-    Optional are train_clients, test_clients and class_names; train_x.NAME are several arrays by name, and so on.
+    Arrays train_clients, test_clients and class_names are optional; train_x.NAME and the like are arrays by name.
     Nothing in the file is executed.
     Raises PluginError naming what is missing.
     """

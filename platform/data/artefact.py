@@ -83,7 +83,7 @@ def write_array(path: Path, pieces: Iterable[AnyArray], length: int) -> AnyArray
                 shape, descr = (length, *piece.shape[1:]), np.lib.format.dtype_to_descr(piece.dtype)
                 header = {"descr": descr, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(file, header)
-            # Not by NumPy, which of a full disk would only say how many values it has written.
+            # Not by NumPy, whose error for a full disk says only how many values were written.
             file.write(np.ascontiguousarray(piece).data)
         file.flush()
         os.fsync(file.fileno())
@@ -93,7 +93,7 @@ def write_array(path: Path, pieces: Iterable[AnyArray], length: int) -> AnyArray
 def write_artefact(folder: Path, manifest: str, fields: Fields, arrays: Mapping[str, AnyArray]) -> None:
     """Writes every array as NAME.npy, and the manifest: the fields, each file's hash, and the hash of all of these.
 
-    Arrays of which `write_array` has written the file are only described.
+    Arrays whose file `write_array` has already written are only listed.
     """
     files: Fields = {}
     for name, array in arrays.items():
@@ -163,28 +163,28 @@ def verify_arrays(folder: Path, manifest: Fields) -> None:
 
 # -- hashes of blocks -------------------------------------------------------------------------------------------------
 # A run notices changed data without reading all of it: small files are read whole and compared with the manifest of
-# their data set; of a large file the hash of some blocks, from its first byte to its last, lies in a file beside the
-# manifest: in the manifest it would change the data set's hash, which partitions and results refer to. Only
-# `Dataset.verify` reads all.
+# their data set; for large files the hashes of blocks, from the first byte to the last, are stored in a file beside the
+# manifest: in the manifest they would change the data set's hash, which partitions and results refer to. Only
+# `Dataset.verify` reads everything.
 
 BLOCKS_FILE = "blocks.json"
 WHOLE_BYTES = 2**21
 """Files up to this size are read whole."""
 BLOCKS, BLOCK_BYTES = 32, 2**16
-"""2 MiB per file: two files take a few milliseconds, and about a hundred from a disk that has to seek."""
+"""2 MiB per file: reading those of two files takes a few milliseconds, or about a hundred on a disk that seeks."""
 
 
 def write_blocks(folder: Path) -> None:
-    """Writes the hashes of the large arrays in a folder."""
+    """Writes the block hashes of the large arrays in a folder."""
     large = [path for path in sorted(folder.glob("*.npy")) if path.stat().st_size > WHOLE_BYTES]
     content: Fields = {"files": {path.stem: hash_of_blocks(path) for path in large}}
     (folder / BLOCKS_FILE).write_text(json.dumps({**content, "hash": hash_of(content)}))
 
 
 def check_blocks(folder: Path, manifest: Fields) -> None:
-    """Raises ValueError naming the first array whose content was changed, as far as small files and blocks tell.
+    """Raises ValueError naming the first array whose content was changed, as far as small files and blocks show.
 
-    Large arrays that an earlier version prepared have no hashes of blocks, and are not read.
+    Large arrays that an earlier version prepared have no block hashes, and are not checked.
     """
     blocks = _read_blocks(folder / BLOCKS_FILE)
     for name, entry in manifest["files"].items():
@@ -198,7 +198,7 @@ def check_blocks(folder: Path, manifest: Fields) -> None:
 
 
 def hash_of_blocks(path: Path) -> str:
-    """SHA-256 (hex) of evenly spaced blocks of a file that is larger than they are together."""
+    """SHA-256 (hex) of evenly spaced blocks of a file, which must be larger than all of them together."""
     digest = sha256()
     with path.open("rb", buffering=0) as file:
         last = path.stat().st_size - BLOCK_BYTES

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 # -- sounds as mel-frequency cepstral coefficients: background noise and a shift in time ------------------------------
 # The coefficients (see `speech`) are an orthonormal transform of the mel bands' decibels, so that noise can be added
-# to the bands' power while clients train: no waveform is kept, and no copy of a clip can be in another split than the
-# clip. What is lost is the phase: powers of sound and noise are added, as they are on average. 40 coefficients of 128
-# bands give back a smoothed spectrum: mixing recorded noise into 40 words (a share of up to .1, as below) changes
-# their coefficients by 22 in the root mean square, and this way by the same up to an error of 2.5.
+# to the bands' power while clients train: no waveform is kept, and no copy of a clip can end up in another split than
+# the clip. Phases are lost: the powers of sound and noise are added, which is right on average. 40 coefficients of 128
+# bands only restore a smoothed spectrum: mixing recorded noise into 40 words (a share of up to .1, as below) changes
+# their coefficients by 22 (root mean square); adding it this way gives the same change up to an error of 2.5.
 
 OF_ALL = {"rate": 8_000, "coefficients": 40, "window": 320, "hop": 160}
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "htk": {**OF_ALL, "fft": 400, "mels": 128, "scale": "htk", "resampler": "windowed sinc"},
     "slaney": {**OF_ALL, "mels": 40, "resampler": "soxr_hq"},
 }
-"""What features are computed with: samples per second, and samples per window and hop at that rate."""
+"""Parameters of the features: samples per second, samples per window and hop at that rate, coefficients, bands."""
 COEFFICIENTS, TOP_HZ = 40, 4000.0
 LOWEST_HZ = 50.0
-"""Below it noise does not get louder: microphones do not hear what a band of a few hertz of brown noise would hold."""
+"""Below it noise gets no louder: microphones do not record the power that brown noise has at a few hertz."""
 LEAST_POWER, TOP_DB = 1e-10, 80.0
 """As in librosa's decibels: the least power, and the range below the loudest band of a clip."""
 NOISE_COLOURS = 2.0
@@ -48,9 +48,9 @@ FLUCTUATION = 0.5
 FEATURES_OF_SOUND = Annotated[
     Literal["htk", "slaney"], "speech: htk (128 mel bands, FedorAS' code) or slaney (40 bands)"
 ]
-FRAMES = Annotated[int, Interval(ge=0, le=1000), "noise_shift: frames by which a clip moves at most; one is 20 ms"]
+FRAMES = Annotated[int, Interval(ge=0, le=1000), "noise_shift: largest shift of a clip, in frames of 20 ms"]
 NORMALISED = Interval(ge=-1e6, le=1e6)
-DECIBELS = Annotated[float, Interval(ge=-40, le=120), "noise_shift: decibels of the clip above the noise"]
+DECIBELS = Annotated[float, Interval(ge=-40, le=120), "noise_shift: signal-to-noise ratio of the clip, in decibels"]
 
 
 @cache
@@ -64,7 +64,7 @@ def transform(mels: int) -> Tensor:
 
 @cache
 def centres_hz(features: str) -> Tensor:
-    """The bands' centres, on the HTK's mel scale, or on Slaney's: linear up to 1000 Hz, then logarithmic."""
+    """The bands' centres (mels,) in Hz, on HTK's mel scale or on Slaney's: linear up to 1000 Hz, then logarithmic."""
     mels = FEATURES[features]["mels"]
     if features == "htk":
         places = np.linspace(0, np.log10(1 + TOP_HZ / 700), mels + 2)[1:-1]
@@ -79,7 +79,7 @@ def centres_hz(features: str) -> Tensor:
 
 
 def with_noise(mfcc_BMT: Tensor, noise_BMT: Tensor) -> Tensor:
-    """The coefficients (B, 40, T) of sounds to whose mel bands these powers (B, mels, T) are added."""
+    """The coefficients (B, 40, T) of sounds after noise of these powers (B, mels, T) is added to their mel bands."""
     matrix = upload(transform(noise_BMT.shape[1]), mfcc_BMT.device)
     power = 10 ** (torch.matmul(matrix.T, mfcc_BMT) / 10) + noise_BMT
     decibels = 10 * power.clamp_min(LEAST_POWER).log10()
@@ -88,7 +88,7 @@ def with_noise(mfcc_BMT: Tensor, noise_BMT: Tensor) -> Tensor:
 
 
 def shifted(x_BMT: Tensor, by_B: Tensor) -> Tensor:
-    """The frames moved by so many places (later if positive); the first or last frame fills the gap."""
+    """Each clip's frames moved by `by_B` places (later if positive); the first or last frame fills the gap."""
     frames = x_BMT.shape[2]
     places = (torch.arange(frames, device=x_BMT.device)[None] - by_B[:, None]).clamp(0, frames - 1)
     return x_BMT.gather(2, places[:, None].expand_as(x_BMT))
@@ -104,17 +104,17 @@ def noise_shift(
     loudest: DECIBELS = 5.0,
     probability: Annotated[float, Interval(ge=0, le=1), "noise_shift: share of the clips with noise"] = 0.8,
     black: Annotated[
-        list[Annotated[float, NORMALISED]] | None, "noise_shift: normalised 0; null: the data set's"
+        list[Annotated[float, NORMALISED]] | None, "noise_shift: normalised value of 0; null: the data set's"
     ] = None,
     white: Annotated[
-        list[Annotated[float, NORMALISED]] | None, "noise_shift: normalised 1; null: the data set's"
+        list[Annotated[float, NORMALISED]] | None, "noise_shift: normalised value of 1; null: the data set's"
     ] = None,
 ) -> Tensor:
     """Moves each clip (1, 40, T) by up to `shift` frames, and adds noise of a random colour to most.
 
     The noise is `loudest` to `quietest` decibels below the clip's mean power. Source: the usual augmentation of Speech
     Commands (Warden 2018), with which the authors of FedorAS train: a shift of up to 100 ms, and noise in 80 % of the
-    clips. They shift waveforms by single samples, fill up with zeros, and blend a share of 0 to .1 of a recording in.
+    clips. They shift waveforms by single samples, pad with zeros, and mix in a recording with a share of 0 to .1.
     """
     if x_BCMT.dim() != 4 or x_BCMT.shape[1:3] != (1, COEFFICIENTS) or black is None or white is None:
         raise ValueError(
@@ -137,7 +137,7 @@ def noise_shift(
     below = loudest + (quietest - loudest) * level
     noise = power * 10 ** (-below / 10) * profile
     mixed = with_noise(mfcc, noise) * unit + black[0]
-    # A clip without noise keeps its bits, not what two transforms make of them.
+    # A clip without noise is returned bit for bit, not as two transforms would change it.
     return torch.where(chosen < probability, mixed, clean).unsqueeze(1)
 
 
@@ -161,7 +161,7 @@ def crop_flip(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _drawn(count: int, generator: torch.Generator) -> Tensor:
-    """What `crop_flip` draws for so many images: their shifts down and right, and whether they are mirrored (3, B)."""
+    """The random numbers of `crop_flip` (3, count): each image's shifts down and right, and whether it is mirrored."""
     offsets = torch.randint(0, 2 * PADDING + 1, (2, count), generator=generator, device=generator.device)
     mirrored = torch.randint(0, 2, (1, count), generator=generator, device=generator.device)
     return torch.cat([offsets, mirrored])
@@ -177,7 +177,7 @@ def _moved(x_BCHW: Tensor, drawn_3B: Tensor) -> Tensor:
 
 
 def crop_flip_stack(x_KBCHW: Tensor, sizes: Sequence[int], generators: Sequence[torch.Generator]) -> Tensor:
-    """`crop_flip` of the first `sizes` images of K clients' batches, in one step for all."""
+    """`crop_flip` of the first `sizes[k]` images of each of K clients' batches, in one step for all clients."""
     still = torch.tensor([PADDING, PADDING, 0]).view(3, 1)
     drawn = [
         torch.cat([_drawn(size, generator), still.expand(3, x_KBCHW.shape[1] - size)], dim=1)
@@ -189,8 +189,8 @@ def crop_flip_stack(x_KBCHW: Tensor, sizes: Sequence[int], generators: Sequence[
 def augment_stack(
     augment: Augmentation, x_KB: Tensor, sizes: Sequence[int], generators: Sequence[torch.Generator]
 ) -> Tensor:
-    """Batches of K clients, of which the first `sizes` samples count, each augmented with its own generator."""
-    # A GPU takes as long for one client's images as for all; a processor would need memory for all at every step.
+    """The batches of K clients, each augmented with its own generator; only the first `sizes[k]` samples count."""
+    # A GPU takes as long for one client's images as for all; a CPU would need memory for all of them at every step.
     if augment is crop_flip and x_KB.device.type != "cpu":
         return crop_flip_stack(x_KB, sizes, generators)
     for x_B, size, generator in zip(x_KB, sizes, generators, strict=True):
@@ -207,7 +207,7 @@ def unchanged(x_B: Tensor, generator: torch.Generator) -> Tensor:
 SIDE = Annotated[int, Interval(ge=1, le=10_000), "cutout: side of the square, in pixels"]
 COLOUR = Annotated[
     list[Annotated[float, Interval(ge=-1e6, le=1e6)]] | None,
-    "randaugment: a channel's value of this colour; null: the data set's",
+    "randaugment: normalised value of this colour per channel; null: the data set's",
 ]
 
 
@@ -237,15 +237,15 @@ def crop_flip_randaugment_cutout(
     generator: torch.Generator,
     *,
     operations: Annotated[int, Interval(ge=1, le=14), "randaugment: operations per image"] = 2,
-    magnitude: Annotated[int, Interval(ge=0, le=30), "randaugment: their strength, of 31 levels"] = 9,
+    magnitude: Annotated[int, Interval(ge=0, le=30), "randaugment: strength of the operations, of 31 levels"] = 9,
     length: SIDE = 16,
     black: COLOUR = None,
     white: COLOUR = None,
 ) -> Tensor:
     """`crop_flip`, random operations on the pixels of each image, and a square set to the mean colour.
 
-    Source: RandAugment (Cubuk et al. 2020) with torchvision's operations; for FedorAS' supernet (2, 9).
-    Raises ValueError without `black` and `white`, which tell the pixels of normalised images.
+    Source: RandAugment (Cubuk et al. 2020) with torchvision's operations; FedorAS trains its supernet with (2, 9).
+    Raises ValueError without `black` and `white`, which convert between normalised values and pixels.
     """
     if black is None or white is None:
         raise ValueError("data.augment=crop_flip_randaugment_cutout needs images of pixels: the data set has none")
@@ -260,14 +260,14 @@ def crop_flip_randaugment_cutout(
 
 @dataclass(frozen=True)
 class Operators:
-    """RandAugment's 14 operations of one strength on images of bytes, each with either sign: torchvision's, in batches.
+    """RandAugment's 14 operations of one magnitude, each with either sign, on batches of bytes, as in torchvision.
 
-    They are numbered by kind (0 to 27), so that images in this order are slices for what depends on the whole image.
+    They are numbered by kind (0 to 27): in a batch sorted by number, those that need the whole image work on slices.
 
     Attributes:
-        sources: (28, H * W), where each pixel of the result comes from, counted from 1; 0 for black from outside.
-        values: (28, 256), what becomes of each value of a pixel.
-        factors: (28, 1, 1, 1), how much of the image stays in a blend of it with its grey, its mean or its blur.
+        sources: (28, H * W), the pixel that each pixel of the result comes from, counted from 1; 0 for black outside.
+        values: (28, 256), the new value of each pixel value.
+        factors: (28, 1, 1, 1), the image's weight when it is blended with its grey, its mean or its blurred version.
     """
 
     sources: Tensor
@@ -278,7 +278,7 @@ class Operators:
     @classmethod
     @cache
     def of(cls, magnitude: int, height: int, width: int) -> Operators:
-        """Those at one of the 31 magnitudes for images of a size."""
+        """The operations at one of the 31 magnitudes, for images of this size."""
         from torchvision.transforms.v2 import functional  # slow to import, and only this needs it
 
         def strength(most: float) -> float:
@@ -314,7 +314,7 @@ class Operators:
         )
 
     def applied(self, x_BCHW: Tensor, drawn_B: Tensor) -> Tensor:
-        """Each image after the operation that it has drawn; the operations' numbers (B,) are in main memory."""
+        """Each image after the operation drawn for it, given the operations' numbers (B,) in main memory."""
         from torchvision.transforms.v2.functional import equalize, rgb_to_grayscale
 
         device = x_BCHW.device
@@ -324,7 +324,7 @@ class Operators:
         x_BCP = F.pad(x_BCHW.index_select(0, order_B).flatten(2), (1, 0))
         x_BCP = x_BCP.gather(2, sources_BP[:, None].expand(-1, x_BCHW.shape[1], -1))
         x_BCHW = values_BV.gather(1, x_BCP.flatten(1).long()).view_as(x_BCHW)
-        # Grey, contrast and sharpness are blends; where an operation was drawn by nobody, its slice is empty.
+        # Grey, contrast and sharpness are blends; the slice of an operation that was drawn for no image is empty.
         grey, contrast, sharp, auto, equal, end = torch.searchsorted(drawn_B, torch.arange(18, 29, 2)).tolist()
         if auto > grey:
             blended = x_BCHW[grey:auto].float()
@@ -344,13 +344,13 @@ class Operators:
 
 
 def _blurred(x_BCHW: Tensor) -> Tensor:
-    """The inner pixels' means with their neighbours, which weigh a fifth, rounded."""
+    """The inner pixels, each averaged with its neighbours, which weigh a fifth of it, and rounded."""
     around = F.avg_pool2d(x_BCHW, 3, stride=1) * 9
     return ((around + 4 * x_BCHW[..., 1:-1, 1:-1]) / 13).round_()
 
 
 def _of_full_contrast(x_BCHW: Tensor) -> Tensor:
-    """Every channel of every image from 0 to 255; one of a single value stays."""
+    """Every channel of every image stretched to 0 to 255; a channel with a single value stays."""
     low, high = x_BCHW.amin((2, 3), keepdim=True), x_BCHW.amax((2, 3), keepdim=True)
     stretched = (x_BCHW - low) / ((high - low) * (1.0 / 255))
     return torch.where(high == low, x_BCHW, stretched.clamp(0, 255))
@@ -373,7 +373,7 @@ COLOURS = ("black", "white")
 
 
 def coloured(choice: ComponentSpec, colours: Sequence[Sequence[float]]) -> ComponentSpec:
-    """The augmentation with the data set's normalised values of black and white, if it asks for them by these names."""
+    """The augmentation with options `black` and `white`, if not configured, set to the data set's normalised values."""
     parameters = AUGMENTATIONS.options_of(choice.name)
     colours_by_name = {name: list(value) for name, value in zip(COLOURS, colours, strict=True) if name in parameters}
     configured = {name: value for name, value in choice.options if value is not None}

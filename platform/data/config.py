@@ -54,17 +54,17 @@ class DataConfig:
         "concentration of the Dirichlet distribution per client or class (quantity: of the clients' sizes); small is "
         "skewed (0.1), large nearly uniform (1000)",
     ] = 1.0
-    shards_per_client: Annotated[int, ONE_OR_MORE, "shards: how many every client has"] = 2
+    shards_per_client: Annotated[int, ONE_OR_MORE, "shards: number of shards per client"] = 2
     noise: Annotated[
         float | None,
         POSITIVE,
         "feature skew: variance of Gaussian noise in the last client's inputs; the i-th of N clients has i/N of it. "
-        "Pixels are from 0 to 1, other inputs in their deviations",
+        "Pixels range from 0 to 1; other inputs are in units of their channel's standard deviation",
     ] = None
     rotation: Annotated[
         float | None,
         Interval(gt=0, le=180),
-        "feature skew: degrees by which a client's images are turned at most, uniformly drawn to either side",
+        "feature skew: largest angle in degrees by which a client's images are rotated, drawn uniformly either way",
     ] = None
     validation_share: Annotated[
         float, Interval(ge=0, lt=1), "share of every client's training samples used for validation"
@@ -76,7 +76,7 @@ class DataConfig:
         "part. The central evaluation always uses the test part",
     ] = None
     label_sets: Annotated[
-        dict[str, Any], "coarser classes by name, for tiers.tasks: the coarser class of every class"
+        dict[str, Any], "label sets by name, for tiers.tasks: each lists the coarser class of every class"
     ] = field(default_factory=dict)
     augment: Annotated[str, ComponentName("augmentation"), "augmentation of training batches"] = "none"
     balanced_classes: Annotated[
@@ -88,7 +88,7 @@ class DataConfig:
 
 
 def data_root(config: DataConfig) -> Path:
-    """Folder of the originals."""
+    """The folder of the original files."""
     return Path(config.root or os.environ.get("FEDLOOM_DATA") or "data").expanduser()
 
 
@@ -98,7 +98,7 @@ def cache_root(config: DataConfig) -> Path:
 
 
 def machine_cache() -> Path:
-    """This machine's cache, whatever `data.cache` a run has: commands without a configuration find what is here."""
+    """This machine's default cache, for commands that have no configuration; ignores a run's `data.cache`."""
     return Path(os.environ.get("FEDLOOM_CACHE") or "~/.cache/fedloom").expanduser()
 
 
@@ -113,7 +113,7 @@ def check_cache(config: DataConfig) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
-        with TemporaryDirectory(dir=existing):  # where none can be made although access allows it, as in /proc
+        with TemporaryDirectory(dir=existing):  # fails in /proc, for example, although os.access allows writing
             pass
     except OSError as error:
         error.filename = str(root)

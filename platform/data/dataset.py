@@ -65,7 +65,7 @@ def check_split(split: str) -> None:
 
 MANIFEST = "dataset.json"
 PARTS, VALIDATION = ("train", "test"), "validation"
-# Manifests omit these constant fields, so that the hashes from before there were other kinds stay valid.
+# Defaults of the fields that a manifest may omit: data sets prepared before there were other kinds keep their hash.
 _CONSTANT_FIELDS: Fields = {"kind": "image", "client_names": [], "scale": 1, "mean": [], "std": []}
 
 ArrayTree = AnyArray | Mapping[str, AnyArray]
@@ -77,9 +77,9 @@ Shapes = tuple[int, ...] | Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Inputs and labels, each a tensor or several by name, in two parts, "train" and "test".
+    """Inputs and labels, each one tensor or several by name, in the parts "train" and "test".
 
-    Some have a third, "validation", of samples that no client has.
+    Some data sets have a third part, "validation", whose samples belong to no client.
 
     Created by `Dataset.open`.
     """
@@ -106,7 +106,7 @@ class Dataset:
     """Per channel, of the training inputs divided by `scale`; empty for inputs that are not normalised."""
     std: tuple[float, ...]
     _normalisation: tuple[Tensor, Tensor]
-    """A factor and what is subtracted then, per channel: computed once, because a client may have a single sample."""
+    """Per channel, the factor and then the offset to subtract; stored because a client may have a single sample."""
     _arrays: dict[str, AnyArray]
     _manifest: Fields
     _guard: TestGuard
@@ -144,7 +144,7 @@ class Dataset:
         )
 
     def on(self, device: torch.device, most_bytes: int) -> "Dataset":
-        """The same data set with its samples on a device: whole parts, if they fit into so many bytes."""
+        """The same data set with its samples on `device`: parts are uploaded whole while `most_bytes` hold them all."""
         factor, shift = (of.to(device) for of in self._normalisation)
         return replace(self, _normalisation=(factor, shift), _on_device=OnDevice(device, most_bytes))
 
@@ -173,17 +173,17 @@ class Dataset:
 
     @property
     def has_labels(self) -> bool:
-        """Whether samples, or their positions, are labelled with a class; if not, the objective knows what is asked."""
+        """Whether samples, or their positions, have class labels; if not, the objective interprets the labels."""
         labels = _branches(self._arrays, "train_y")
         return isinstance(labels, np.ndarray) and labels.dtype.kind in "iu"
 
     def num_samples(self, part: str) -> int:
-        """The number of samples of the part ("train" or "test")."""
+        """The number of samples of the part ("train", "test", or "validation" if there is one)."""
         labels = self._tree(part, "y")
         return len(labels if isinstance(labels, np.ndarray) else next(iter(labels.values())))
 
     def labels(self, part: str) -> IntArray:
-        """The part's labels (n,), for tokens (n, T) in their stored integer type; read-only.
+        """The part's labels, (n,) or for tokens (n, T), in their stored integer type; read-only.
 
         Raises TestReadError for a guarded test part, ValueError for a data set without classes.
         """
@@ -210,15 +210,15 @@ class Dataset:
         """Inputs and labels of the samples at `indices`.
 
         Images and features: normalised (n, C, ...), float32, and labels (n,), int64. Tokens: sequences (n, T) and
-        labels (n, T), the next tokens, both int64; labels of padding are -100, which torch's losses ignore. Others:
-        whole numbers as int64, truth values as they are, and all else as float32.
+        labels (n, T), the next tokens, both int64; padding has the label -100, which torch's losses ignore. Others:
+        integers as int64, booleans unchanged, and everything else as float32.
         Raises TestReadError for a guarded test part.
         """
         x, y = self.stored(part, indices)
         return self.normalised(x), y
 
     def stored(self, part: str, indices: IntArray) -> tuple[Tree, Tree]:
-        """Inputs as they are stored, a quarter of the memory for images, and labels, both as in `tensors`.
+        """Inputs as stored (for images a quarter of the memory of normalised ones), and labels as in `tensors`.
 
         Raises TestReadError for a guarded test part.
         """
@@ -228,9 +228,9 @@ class Dataset:
         return self._on_device.take(part, indices, partial(self._read, part), self.num_samples(part))
 
     def expect(self, wanted: Iterable[tuple[str, IntArray]]) -> None:
-        """Has samples at some indices of parts read that `stored` will be asked for, see `OnDevice.expect`.
+        """Starts reading samples, given as parts and indices, that `stored` will be asked for (`OnDevice.expect`).
 
-        Does nothing for a data set in main memory: on a CPU reading would only compete with training.
+        Does nothing for a data set in main memory: on a CPU, reading ahead would only compete with training.
         """
         if self._on_device is not None:
             self._on_device.expect((part, indices, partial(self._read, part)) for part, indices in wanted)
@@ -245,7 +245,7 @@ class Dataset:
         return read("x", (lambda stored: stored) if self.normalises else _as_computed), read("y", _as_computed)
 
     def normalised(self, stored: Tree, room: Tensor | None = None) -> Tree:
-        """Inputs as networks take them, of inputs as they are stored, on any device; in `room` if it is given."""
+        """Stored inputs, normalised on the device that they are on; written into `room` if it is given."""
         if not self.normalises:
             return stored
 
@@ -258,7 +258,7 @@ class Dataset:
 
     @property
     def colours(self) -> tuple[list[float], list[float]]:
-        """Per channel, the normalised values of the stored values 0 and `scale`: of black and white images."""
+        """Per channel, the normalised values of black (stored as 0) and of white (stored as `scale`)."""
         black = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
         return black, [low + 1 / std for low, std in zip(black, self.std, strict=True)]
 
@@ -287,15 +287,15 @@ def _shapes(inputs: ArrayTree) -> Shapes:
 
 
 def _as_computed(stored: AnyArray) -> AnyArray:
-    """Numbers in the types that networks and losses take."""
+    """The array in the type that networks and losses take: bool, int64 or float32."""
     return stored if stored.dtype == np.bool_ else stored.astype(np.int64 if stored.dtype.kind in "iu" else np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSamples:
-    """Samples of a part, in an order, that are read and normalised when some are asked for: all need not fit in memory.
+    """Samples of a part in a fixed order, read and normalised only on access, because they may not fit in memory.
 
-    `label_map` (classes,) has what takes the place of each label, if they are another task's.
+    `label_map` (classes,) maps each label to the one that replaces it, if the labels are another task's.
     """
 
     dataset: Dataset
@@ -313,19 +313,19 @@ class StoredSamples:
 
     @property
     def labels(self) -> Tensor:
-        """The labels (n,) of all samples, in main memory; not of texts, whose labels are as large as the inputs."""
+        """The labels (n,) of all samples, in main memory; not for texts, whose labels are as large as the inputs."""
         labels = torch.from_numpy(self.dataset.labels(self.part)[self.indices])
         return labels if self.label_map is None else self.label_map.cpu()[labels]
 
     def tensors(self, rows: slice | IntArray = slice(None)) -> tuple[Tree, Tree]:
-        """Inputs and labels of these samples, by default of all, as `Dataset.tensors` returns and raises."""
+        """Inputs and labels of these samples, by default of all; returns and raises like `Dataset.tensors`."""
         x, y = self.dataset.tensors(self.part, self.indices[rows])
         label_map = self.label_map
         return x, y if label_map is None else mapped(lambda labels: label_map[labels], y)
 
 
 def _normalisation(described: Fields, dimensions: int) -> tuple[Tensor, Tensor]:
-    """Turns ((x / scale) - mean) / std of a batch into one multiplication and one subtraction per value."""
+    """The factor and offset per channel by which ((x / scale) - mean) / std becomes x * factor - offset."""
     per_channel = (-1,) + (1,) * (dimensions - 2)
     std, mean = (torch.tensor(described[name]).view(per_channel) for name in ("std", "mean"))
     return 1 / (described["scale"] * std), mean / std

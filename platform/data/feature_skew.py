@@ -1,4 +1,4 @@
-"""Feature skew: inputs that are turned or noisy in a way of each client's own, kept as a data set of their own."""
+"""Feature skew: inputs rotated or made noisy differently for every client, stored as another prepared data set."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,31 +27,30 @@ from fedloom.platform.seeding import stream
 KEY_LENGTH = 16
 ROWS = 1024
 NOBODY = -1
-"""The client of samples that no client has: they stay as they are."""
+"""Stands for the client of samples that no client has: their inputs stay unchanged."""
 
-# -- what becomes of a client's inputs --------------------------------------------------------------------------------
+# -- how each client's inputs are skewed ------------------------------------------------------------------------------
 
 
 def noise_variance(most: float, client: int, num_clients: int) -> float:
-    """The variance of Gaussian noise in the inputs of client 0 to num_clients - 1: `most` * i / N of the i-th of N.
+    """The variance of Gaussian noise in a client's inputs: `most` * i / N for the i-th of N, where i = client + 1.
 
-    Source: Li et al. 2022, Sec. IV-B. Their code takes this for the standard deviation, and begins with i = 0.
+    Source: Li et al. 2022, Sec. IV-B. Their code uses this as the standard deviation, and begins with i = 0.
     """
     return most * (client + 1) / num_clients
 
 
 def angle_of(most_degrees: float, client: int, seed: int) -> float:
-    """By how many degrees a client's images are turned, uniform in [-most, most]."""
+    """The angle in degrees by which a client's images are rotated, uniform in [-most_degrees, most_degrees]."""
     return float(stream(seed, "skew", "angle", client).uniform(-most_degrees, most_degrees))
 
 
 def skewed_inputs(
     config: DataConfig, x: AnyArray, part: str, rows: IntArray, clients: IntArray, units: AnyArray, seed: int
 ) -> AnyArray:
-    """The inputs (n, ...) of these rows of a part, turned and with noise as their clients' are.
+    """The inputs (n, ...) of these rows of a part, rotated and made noisy as `config` says for their clients.
 
-    `units` (channels, 1, ...) has what deviation 1 of the noise is in the values of `x`. Each sample has its own random
-    stream.
+    `units` (channels, 1, ...) is what noise of deviation 1 is in the values of `x`. Each sample has its own stream.
     """
     if config.rotation is not None:
         x = x.copy()
@@ -59,7 +58,7 @@ def skewed_inputs(
             x[clients == client] = _turned(x[clients == client], angle_of(config.rotation, client, seed))
     if config.noise is None:
         return x
-    # Half precision has bytes as they are, and an error far below any noise, in half of the memory.
+    # Half precision represents bytes exactly, has an error far below any noise, and needs half of the memory.
     noisy = x.astype(np.float16 if x.dtype == np.uint8 else np.float32)
     for i, (row, client) in enumerate(zip(rows.tolist(), clients.tolist(), strict=True)):
         if client != NOBODY:
@@ -81,9 +80,9 @@ def _turned(x_NCHW: AnyArray, degrees: float) -> AnyArray:
 
 
 def skewed_dataset(config: DataConfig, dataset: Dataset, seed: int) -> Dataset:
-    """The data set with every client's inputs skewed as `config` says, written if it does not exist; else itself.
+    """The data set with every client's inputs skewed as `config` says, written if it does not exist.
 
-    Labels are the same, and so is the partition. Normalisation stays that of the original.
+    Without a skew it is `dataset` itself. Labels, partition and normalisation stay those of the original.
     Raises ValueError for inputs that cannot be skewed, and too many clients for the data set.
     """
     if config.noise is None and config.rotation is None:
@@ -118,13 +117,13 @@ def skewed_dataset(config: DataConfig, dataset: Dataset, seed: int) -> Dataset:
 
 
 def original_of(folder: Path) -> str | None:
-    """The hash of the data set of which a prepared one is a skewed copy; None if it is none."""
+    """The hash of the data set of which this prepared one is a skewed copy; None if it is not skewed."""
     skew = read_manifest(folder / MANIFEST).get("skew")
     return None if skew is None else str(skew["dataset"])
 
 
 def _units(dataset: Dataset) -> AnyArray:
-    """Pixels are between 0 and 1 for the noise, as in the paper; other inputs are in deviations of their channel."""
+    """Stored values per unit of noise (channels, 1, ...): `scale` for pixels, 0 to 1 in the paper, else times `std`."""
     deviations = np.ones(len(dataset.std)) if dataset.kind == "image" else np.array(dataset.std)
     return (dataset.scale * deviations).astype(np.float32).reshape(-1, *[1] * (len(dataset.input_shape) - 1))
 

@@ -35,7 +35,7 @@ class FederatedData:
         return cls(dataset, Partition.open(partition_path, dataset, guard), guard)
 
     def on(self, device: torch.device, most_bytes: int) -> "FederatedData":
-        """The same data with samples on a device, see `Dataset.on`; both are under one lock."""
+        """The same data with its samples on a device (see `Dataset.on`); both share one lock on the test set."""
         return replace(self, dataset=self.dataset.on(device, most_bytes))
 
     @property
@@ -61,7 +61,7 @@ class FederatedData:
         return self.partition.sizes(split)
 
     def label_variation(self) -> float | None:
-        """Mean total variation of a client's training labels from uniform ones; None if samples have many, or none."""
+        """Mean total variation of a client's training labels from uniform ones; None for texts or without classes."""
         if self.dataset.per_position or not self.dataset.has_labels:
             return None
         labels = self.dataset.labels("train")
@@ -84,7 +84,7 @@ class FederatedData:
         return StoredSamples(self.dataset, self.partition.part(split), self.indices(client_id, split))
 
     def expect(self, splits_of_clients: Iterable[tuple[int, Sequence[str]]]) -> None:
-        """Has the samples of these clients in these splits read before they are asked for, see `Dataset.expect`."""
+        """Starts reading the samples of these clients in these splits before they are needed; see `Dataset.expect`."""
         self.dataset.expect(
             (self.partition.part(split), self.indices(client_id, split))
             for client_id, splits in splits_of_clients
@@ -92,17 +92,17 @@ class FederatedData:
         )
 
     def clients(self, client_ids: Sequence[int], splits: Sequence[str]) -> tuple[tuple[Tree, Tree], list[int]]:
-        """Stored samples of several clients in splits of the same part, client after client, and their numbers."""
+        """Stored samples of several clients, client after client, and their numbers; all splits must be of one part."""
         (part,) = {self.partition.part(split) for split in splits}
         indices = [np.concatenate([self.indices(client_id, split) for split in splits]) for client_id in client_ids]
         return self.dataset.stored(part, np.concatenate(indices)), [len(client_indices) for client_indices in indices]
 
     def num_central(self, split: str) -> int:
-        """The number of samples of `central`."""
-        return self.dataset.num_samples(split) if self._is_apart(split) else len(self.partition.all_indices(split))
+        """The number of samples that `central` returns."""
+        return self.dataset.num_samples(split) if self._is_whole(split) else len(self.partition.all_indices(split))
 
-    def _is_apart(self, split: str) -> bool:
-        return split == VALIDATION and self.dataset.has_validation
+    def _is_whole(self, split: str) -> bool:
+        return split == "test" or (split == VALIDATION and self.dataset.has_validation)
 
     def central(self, split: str, share: float = 1.0, rng: np.random.Generator | None = None) -> StoredSamples:
         """All clients' samples of the split in client order; for "test" the data set's whole test part.
@@ -116,7 +116,7 @@ class FederatedData:
         self._guard.check(split)
         if not 0 < share <= 1:
             raise ValueError(f"share={share}: must be in (0, 1]")
-        if split == "test" or self._is_apart(split):
+        if self._is_whole(split):
             part, indices = split, np.arange(self.dataset.num_samples(split))
         else:
             part, indices = "train", self.partition.all_indices(split)

@@ -74,10 +74,10 @@ class FolderSource(Source):
     grey: bool = False
     resized: bool = False
     options: Fields = field(default_factory=dict)
-    """What else determines the content."""
+    """Further fields of `identity` that determine the content."""
     scale: float = 255
     _parts: dict[str, tuple[str, IntArray, IntArray]] = field(default_factory=dict, init=False)
-    """As `_part` returns, computed once."""
+    """What `_part` returns for each part, computed once."""
 
     def identity(self) -> Fields:
         # Names and sizes, not contents: reading 180 000 small files from a cold disk takes minutes in every run, and an
@@ -101,7 +101,7 @@ class FolderSource(Source):
         return images_NCHW
 
     def _part(self, part: str) -> tuple[str, IntArray, IntArray]:
-        """The folder of a part, and of its images the labels and the places in their class's listing."""
+        """A part's folder, and for each of its images the label and the position in the listing of its class."""
         if part not in self._parts:
             folder = part if part in self.listings else ""
             sizes = [len(listing) for listing in self.listings[folder]]
@@ -304,13 +304,13 @@ class PickleSource(Source):
             return {}
         meta, content = self._unpickle(layout.meta), self._unpickle(layout.train[0])
         if layout.coarse_names_key not in meta or layout.coarse_labels_key not in content:
-            return {}  # a copy without them is complete for all else
+            return {}  # a copy without superclasses is otherwise complete
         fine, coarse = (np.asarray(content[k]) for k in (layout.labels_key, layout.coarse_labels_key))
         names, where = meta[layout.coarse_names_key], self.folder / layout.train[0]
         return {"coarse": LabelSet.from_labels(fine, coarse, len(self.class_names), names, where)}
 
     def identity(self) -> Fields:
-        # In the archive the files are the same: unpacking it changes nothing.
+        # The archive holds the same files, so that unpacking it does not change the identity.
         if self._is_packed:
             hashes = self._packed(self.layout.files, lambda file: file_digest(cast(Any, file), "sha256").hexdigest())
         else:
@@ -325,7 +325,7 @@ class PickleSource(Source):
         return x
 
     def pieces(self, part: str, rows: IntArray) -> Iterator[ByteArray]:
-        yield self.inputs(part, rows)  # reads all in any case
+        yield self.inputs(part, rows)  # reads the whole files in any case
 
     def _batches(self, part: str) -> Iterator[tuple[ByteArray, IntArray]]:
         labels_key, num_classes = self.layout.labels_key, len(self.class_names)
@@ -345,7 +345,7 @@ class PickleSource(Source):
         return not self.folder.is_dir() and self.folder.with_name(self.layout.archive).is_file()
 
     def _packed(self, names: Sequence[str], take: Callable[[IO[bytes]], _T]) -> dict[str, _T]:
-        """What is taken of files in the archive, which is read once; ValueError if it is damaged or lacks one."""
+        """The results of `take` for these files of the archive, read once; ValueError if it is damaged or lacks one."""
         archive = self.folder.with_name(self.layout.archive)
         content_of: dict[str, _T] = {}
         try:
@@ -507,7 +507,7 @@ LABEL_ATTRIBUTES = ("targets", "labels", "_labels", "y")
 """The attributes in which torchvision's data sets store their labels."""
 TEST_SPLITS = ("test", "val", "valid")
 IMAGE_SIDE = Interval(ge=1, le=10_000)
-"""Pixels to which images may be scaled."""
+"""The side lengths, in pixels, to which images may be scaled."""
 
 
 def torchvision_datasets() -> Any:
@@ -528,7 +528,7 @@ def torchvision_set(
     config: DataConfig,
     *,
     size: Annotated[int | None, IMAGE_SIDE, "scale images to size x size; null: as they are"] = None,
-    split: Annotated[str | None, NOT_EMPTY, "torchvision's own `split` where it says which set, as for EMNIST"] = None,
+    split: Annotated[str | None, NOT_EMPTY, "torchvision's `split` if it selects the data set, as for EMNIST"] = None,
 ) -> "TorchvisionSource":
     """The data set `torchvision:NAME`, from files under data.root, or downloaded with data.download=true."""
     blame = f"data set 'torchvision:{name}'"
@@ -615,7 +615,7 @@ class TorchvisionSource(Source):
             pixels = np.asarray(image)
             images.append(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
         shapes = self._shapes[part]
-        shapes.update(image.shape for image in images)  # of the pieces before, too
+        shapes.update(image.shape for image in images)  # includes the shapes of earlier pieces
         if len(shapes) > 1:
             raise PluginError(
                 f"{blame} has images of different sizes, such as {sorted(shapes)[:2]}: set data.options.size"

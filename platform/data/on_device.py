@@ -1,4 +1,4 @@
-"""Samples on an accelerator: copies that nobody waits for, and data sets that are uploaded once, as they are stored."""
+"""Samples on an accelerator: copies that do not wait for it, and data sets that are uploaded once, as stored."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,17 +12,17 @@ from fedloom.platform.data.trees import Tree, mapped, taken, tensors_of
 
 Indices = npt.NDArray[np.int64]
 Read = Callable[[Indices], tuple[Tree, Tree]]
-"""Inputs and labels, as they are stored, of the samples at some indices, in main memory."""
+"""Reads the stored inputs and labels of the samples at some indices into main memory."""
 
 PIECE = 8192
-"""Number of samples uploaded at a time: a whole data set in main memory once more would be too much for many actors."""
+"""Samples uploaded at a time: a second copy of the data set in main memory would be too much with many actors."""
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; a copy to a GPU is queued behind the work that the GPU has, without waiting for it.
+    """The tensor on the device; a copy to a GPU is queued behind the GPU's pending work, without waiting for it.
 
-    A plain copy waits until the GPU has done all that was queued before, because the memory that it reads from may
-    be moved or freed. Pinned memory is not, and torch re-uses it only after the copy.
+    A copy from ordinary memory waits until the GPU has done everything queued before, because that memory may be moved
+    or freed. Pinned memory stays in place, and torch re-uses it only after the copy.
     """
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -32,9 +32,9 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Tensors on another device, by one copy per type instead of one per tensor; those that are there stay themselves.
+    """The tensors on the device, moved by one copy per dtype instead of one per tensor; those there are not copied.
 
-    The moved ones of a type are views of the same memory.
+    Moved tensors of one dtype are views of the same memory.
     """
     there, away = dict(tensors), dict[torch.dtype, list[str]]()
     for name, tensor in tensors.items():
@@ -48,7 +48,7 @@ def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tens
 
 
 class OnDevice:
-    """The parts of a data set on one device, for as long as they fit into `most_bytes`; other samples are uploaded."""
+    """Parts of a data set on one device, each as a whole while they fit into `most_bytes`; others upload on access."""
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self.device = device
@@ -58,9 +58,9 @@ class OnDevice:
         self._reader = ThreadPoolExecutor(1, "samples-to-come")
 
     def expect(self, wanted: Iterable[tuple[str, Indices, Read]]) -> None:
-        """Has a thread read the samples at some indices of parts that will be taken, and forgets all other ones.
+        """Starts reading samples that `take` will be asked for, in a thread; drops earlier ones not wanted any more.
 
-        Only of parts from which something was taken and that are not uploaded as a whole. An error is raised by `take`.
+        Skips parts that are on the device as a whole, or of which nothing was taken yet. Errors are raised by `take`.
         """
         before, self._reading = self._reading, {}
         for part, indices, read in wanted:
@@ -76,7 +76,7 @@ class OnDevice:
         return (mapped(Tensor.pin_memory, x), mapped(Tensor.pin_memory, y)) if self.device.type == "cuda" else (x, y)
 
     def take(self, part: str, indices: Indices, read: Read, num_samples: int) -> tuple[Tree, Tree]:
-        """The samples at `indices` of a part, which `read` reads from main memory; a part is uploaded at first use."""
+        """The samples at `indices` on the device, read by `read`; a part that fits is uploaded whole at first use."""
         if part not in self._parts:
             self._parts[part] = self._whole(read, num_samples)
         whole = self._parts[part]

@@ -56,7 +56,7 @@ def prepare_partition(config: DataConfig, dataset: Dataset, seed: int) -> Path:
 
 
 def prepared_for(config: DataConfig, partition_hash: str) -> Path | None:
-    """The folder in the cache of the data set to which the partition with this hash belongs; None if either is gone."""
+    """The cached data set's folder to which the partition with this hash belongs; None if either is gone."""
     root = cache_root(config)
     partition_manifest = _with_hash(root.glob(f"partitions/*/{MANIFEST}"), partition_hash)
     if partition_manifest is None:
@@ -66,7 +66,7 @@ def prepared_for(config: DataConfig, partition_hash: str) -> Path | None:
 
 
 def _with_hash(manifests: Iterable[Path], wanted: str) -> Path | None:
-    """The first manifest that says that it has this hash; those that cannot be read belong to others."""
+    """The first manifest that records this hash; unreadable manifests are skipped."""
     for path in sorted(manifests):
         with suppress(ValueError, OSError, KeyError, TypeError):
             if json.loads(path.read_text())["hash"] == wanted:
@@ -88,7 +88,7 @@ class Partition:
     label_distributions: FloatArray | None
     """The clients' label distributions (num_clients, C) of a partition by label, otherwise None.
 
-    Under lda those that samples were drawn from; under dirichlet_classes those of the samples.
+    For lda and lda_sequential, those that samples were drawn from; otherwise those of the clients' samples.
     """
     natural_clients: IntArray | None
     """(num_clients,) indices into the data set's `client_names` of a natural partition, otherwise None."""
@@ -136,7 +136,7 @@ class Partition:
         return _test_part(self.generator) if split == "test" else "train"
 
     def indices(self, client_id: int, split: str) -> IntArray:
-        """The client's sample indices of the split into the data set's part that `part` names; read-only.
+        """The client's sample indices in the split, into the data set's part that `part` names; read-only.
 
         Raises TestReadError for guarded test indices, ValueError for an unknown split or client.
         """
@@ -154,7 +154,7 @@ class Partition:
         return np.diff(self._array(split, "_offsets"))
 
     def all_indices(self, split: str) -> IntArray:
-        """All clients' indices of the split into the same part, in client order, read-only; raises like `indices`."""
+        """All clients' indices in the split, concatenated in client order, read-only; raises like `indices`."""
         return self._array(split, "")
 
     def _range(self, client_id: int, split: str) -> tuple[int, int]:

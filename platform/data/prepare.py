@@ -30,7 +30,7 @@ from fedloom.platform.seeding import stream
 KEY_LENGTH = 16
 CHUNK = 4096
 CHUNK_PIXELS = 2**22
-"""Pixels of which a histogram is made at a time: `bincount` converts its input to eight bytes per value."""
+"""Pixels counted at a time for a histogram: `bincount` converts its input to eight bytes per value."""
 
 
 Content = tuple[Fields, dict[str, AnyArray]]
@@ -65,7 +65,7 @@ def prepare_dataset(config: DataConfig, *, verify: bool = False) -> Path:
 
 
 def prepared_folder(config: DataConfig) -> Path:
-    """Where `prepare_dataset` has, or would, put the data set as its originals are now; prepares nothing.
+    """The folder where `prepare_dataset` puts the data set, given the originals as they are now; prepares nothing.
 
     Raises ValueError for invalid options and missing or unexpected originals.
     """
@@ -88,7 +88,7 @@ def _name(config: DataConfig) -> str:
 
 
 def _labelled(config: DataConfig, source: Source, folder: Path) -> Content:
-    """As `_tokens`; inputs are written to the folder as they are read, because all need not fit in memory."""
+    """Like `_tokens`, but writes inputs to the folder as they are read, because they may not fit in memory."""
     arrays: dict[str, AnyArray] = {}
     for part, samples in [*_parts(config), *([(VALIDATION, None)] if source.has_validation else [])]:
         y, clients = source.labels(part), source.clients(part)

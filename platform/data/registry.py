@@ -1,4 +1,4 @@
-"""The registry of data sets: built-in ones, torchvision's and a user's own, and what is known of the published ones."""
+"""The registry of data sets (built-in, torchvision's and a user's own), and the known sizes of the published ones."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,15 +37,15 @@ from fedloom.platform.settings import NOT_EMPTY, PATH, check_settings, component
 
 @dataclass(frozen=True)
 class Published:
-    """A data set's files and numbers.
+    """Where the files of a published data set are, and how large it is.
 
     Attributes:
         where: the files, below `data.root`, and where they come from.
-        samples: of the train and the test part; of texts the tokens to be predicted.
-        classes: classes, or tokens of the vocabulary.
-        even: whether all classes have as many samples.
-        clients: natural clients of both parts; None if there are none.
-        coarse: the classes of its label sets by name.
+        samples: number in the train and in the test part; for texts the number of tokens to be predicted.
+        classes: number of classes, or of tokens in the vocabulary.
+        even: whether all classes have equally many samples.
+        clients: number of natural clients in both parts; None if there are none.
+        coarse: number of classes in each of its label sets, by name.
     """
 
     where: str
@@ -92,11 +92,11 @@ PUBLISHED: Mapping[str, Published] = {
         clients=715,
     ),
 }
-"""Of Speech Commands and others the readers themselves check that every word and part is there."""
+"""For other data sets, such as Speech Commands, the readers check that every word and part is there."""
 
 
 def differences(config: DataConfig, dataset: Dataset) -> list[str]:
-    """In what a prepared data set differs from what was published, a line each; empty for a sub-sample."""
+    """How a prepared data set differs from the published one, a line each; sizes of sub-samples are not compared."""
     known = PUBLISHED.get(config.dataset)
     if known is None:
         return []
@@ -112,7 +112,7 @@ def differences(config: DataConfig, dataset: Dataset) -> list[str]:
     if known.clients is not None and clients != known.clients:
         lines.append(f"it has {clients} clients, published are {known.clients}")
     for part, count, asked in zip(PARTS, known.samples, (config.train_samples, config.test_samples), strict=True):
-        if asked is not None or config.options:  # which change how a text is cut
+        if asked is not None or config.options:  # options change how a text is cut
             continue
         labels = dataset.labels(part)
         predicted, what = (int((labels >= 0).sum()), "tokens") if labels.ndim == 2 else (len(labels), "samples")
@@ -158,7 +158,7 @@ def cinic10(config: DataConfig) -> Source:
     """CINIC-10 from its published folders or as Parquet."""
     root = data_root(config)
     tables = [find_parquet(root / name, "cinic10") for name in CINIC_FOLDERS]
-    # Folders are the original.
+    # Folders are the original format, and so come first.
     if any((root / name / "train").is_dir() for name in CINIC_FOLDERS) or not any(tables):
         return find_cinic(root) or _not_found(config)
     return next(filter(None, tables))
@@ -177,7 +177,7 @@ def cifar100(config: DataConfig) -> Source:
 def shakespeare(
     config: DataConfig,
     *,
-    padded_lines: Annotated[bool, "cut every line alone, and predict its padding, as FedorAS seems to"] = False,
+    padded_lines: Annotated[bool, "cut every line separately, and predict its padding, as FedorAS seems to"] = False,
     roles: Annotated[list[Annotated[str, NOT_EMPTY]] | None, "patterns of roles' names, PLAY_ROLE; null: all"] = None,
 ) -> TokenSource:
     """Shakespeare's plays by character, one client per role, as published for TensorFlow Federated."""
@@ -200,12 +200,12 @@ def speech_commands(
     silence: Annotated[
         float | None,
         Interval(ge=0, le=1),
-        "speech: clips of silence as a share of a speaker's others; null: the noise's seconds, once each",
+        "speech: clips of silence as a share of a speaker's spoken clips; null: each second of noise once",
     ] = 0.1,
 ) -> Source:
     """Speech Commands, one client per speaker, as 40 MFCC of 51 frames; needs fedloom[speech] to be prepared.
 
-    Clips of the validation speakers are the validation data if clients give none (`data.validation_share=0`).
+    The validation speakers' clips are the validation data if clients hold none back (`data.validation_share=0`).
     """
     layout = "speech_commands/ or speech_commands_v0.02/ with WORD/SPEAKER_nohash_N.wav"
     options = {"features": features, "silence": silence, "has_validation": config.validation_share == 0}
@@ -227,7 +227,7 @@ def table(
     config: DataConfig,
     *,
     path: Annotated[
-        str, PATH, "a .csv, .parquet or .arrow file, or a folder of them, as of Hugging Face's save_to_disk"
+        str, PATH, "a .csv, .parquet or .arrow file, or a folder of them, such as Hugging Face's save_to_disk writes"
     ],
     x: INPUT_COLUMNS = None,
     y: Annotated[str, NOT_EMPTY, "the column of labels"] = "label",
@@ -337,7 +337,7 @@ def _find_cifar(dataset: str, root: Path, download: bool) -> Source:
 class DigitsSource(Source):
     """The 1797 handwritten digits of scikit-learn, 1x8x8, values 0..16, with a fixed 80/20 split.
 
-    They are read only to be prepared: importing scikit-learn takes as long as torch.
+    Read only to be prepared, because importing scikit-learn takes as long as importing torch.
     """
 
     class_names = tuple(str(d) for d in range(10))

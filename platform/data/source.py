@@ -1,4 +1,4 @@
-"""Labelled data sets as preparation reads them, their coarser classes, and the test part of those without one."""
+"""Labelled data sets as preparation reads them, their coarser classes, and held-out test parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABEL_SETS_FILE = "label_sets.json"
 
 @dataclass(frozen=True)
 class LabelSet:
-    """Coarser classes: `of` has the coarser class of every class of the data set, `names` their names."""
+    """Coarser classes: `of` maps every class of the data set to a coarser class, `names` names the coarser classes."""
 
     of: tuple[int, ...]
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class LabelSet:
     def from_labels(
         cls, fine: IntArray, coarse: IntArray, classes: int, names: Sequence[str], where: object
     ) -> LabelSet:
-        """The label set of samples (n,) with both labels; ValueError unless one follows from the other."""
+        """The label set of samples (n,) with both labels; ValueError unless the fine label determines the coarse."""
         pairs = np.unique(np.stack([fine, coarse]), axis=1)
         if len(pairs[0]) != len(np.unique(fine)):
             twice = int(next(c for c in pairs[0] if (pairs[0] == c).sum() > 1))
@@ -37,14 +37,14 @@ class LabelSet:
         if coarse.size and not (coarse.min() >= 0 and coarse.max() < len(names)):
             raise ValueError(f"{where}: coarse labels {coarse.min()}..{coarse.max()}; expected 0..{len(names) - 1}")
         of = dict(zip(pairs[0].tolist(), pairs[1].tolist(), strict=True))
-        # An incomplete copy need not hold all classes.
+        # An incomplete copy may lack classes.
         return cls(tuple(of.get(c, 0) for c in range(classes)), tuple(names))
 
 
 def write_label_sets(folder: Path, read: Callable[[], Mapping[str, LabelSet]]) -> None:
-    """Keeps a data set's label sets beside its manifest, unless they are there or it has none.
+    """Writes a data set's label sets beside its manifest, unless the file exists or the data set has none.
 
-    In the manifest they would change the hash of data sets that were prepared before there were any.
+    In the manifest they would change the hash of data sets that were prepared before label sets existed.
     """
     if (folder / LABEL_SETS_FILE).is_file() or not (label_sets := read()):
         return
@@ -69,7 +69,7 @@ def read_label_sets(folder: Path) -> dict[str, LabelSet]:
 
 
 def of_classes(of: Any, classes: int, key: str) -> tuple[int, ...]:
-    """The coarser class of every class; ValueError naming the key unless they are 0 to k - 1, all of them used."""
+    """The coarser class of every class; ValueError naming `key` unless they are 0 to k - 1, each of them used."""
     whole = isinstance(of, list) and all(isinstance(c, int) and not isinstance(c, bool) for c in of)
     if not whole or len(of) != classes:
         shown = f"{len(of)} values" if whole else f"{of!r:.60}"
@@ -110,7 +110,7 @@ def uniform_rows(num_rows: int, samples: int, rng: np.random.Generator) -> IntAr
 
 
 FIRST_PIECE, PIECE_BYTES = 64, 2**26
-"""Samples of the first piece, from which the memory of a sample is known, and the bytes of the other pieces."""
+"""Samples in the first piece, which tells the memory of a sample, and the bytes of each later piece."""
 
 
 class Source(ABC):
@@ -124,7 +124,7 @@ class Source(ABC):
     """Mean and standard deviation per channel of the inputs divided by `scale`; None for those of the training part."""
 
     has_validation: bool = False
-    """Whether there is a third part, "validation", of which no client has a sample."""
+    """Whether there is a third part, "validation", whose samples belong to no client."""
 
     scale: float
     """The input value that is mapped to 1.0."""
@@ -152,7 +152,7 @@ class Source(ABC):
         """Inputs (len(rows), ...) of the given samples of the part."""
 
     def pieces(self, part: str, rows: IntArray) -> Iterator[AnyArray]:
-        """The inputs of the given samples in consecutive pieces, because all need not fit in memory; at least one."""
+        """The inputs of the given samples in one or more consecutive pieces, because all may not fit in memory."""
         start, size = 0, FIRST_PIECE
         while start == 0 or start < len(rows):
             piece = self.inputs(part, rows[start : start + size])

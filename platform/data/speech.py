@@ -1,17 +1,17 @@
 """Speech Commands as published (Warden 2018): one folder per word, one second of sound per file, clients by speaker.
 
     WORD/SPEAKER_nohash_N.wav            the archive of all clips, with validation_list.txt and testing_list.txt
-    _background_noise_/*.wav             out of which silence is cut
-    _unknown_/WORD_SPEAKER_nohash_N.wav  and _silence_/N.wav: the archive of the test set alone
+    _background_noise_/*.wav             recordings from which silence is cut
+    _unknown_/WORD_SPEAKER_nohash_N.wav  and _silence_/N.wav: only in the archive of the test set
 
 Features are computed once, when the data are prepared: 40 mel-frequency cepstral coefficients of 51 frames, from sound
-at 8 kHz, windows of 40 ms every 20 ms (FedorAS, App. E.2). What the paper leaves open is as in the authors' code:
-spectra of 400 samples, 128 bands of the HTK scale, silence as a tenth of a speaker's spoken clips. Theirs cuts another
-second out of the recordings of noise whenever silence is read; here each clip of silence is cut once, and from a
-stretch of the recording that only its part hears.
+at 8 kHz, windows of 40 ms every 20 ms (FedorAS, App. E.2). What the paper leaves open follows the authors' code:
+spectra of 400 samples, 128 bands of the HTK scale, and a tenth as many clips of silence as a speaker has spoken clips.
+Their code cuts a new second out of the recordings of noise whenever silence is read; here each clip of silence is cut
+once, from a stretch of the recording that only its part uses.
 
-Speakers meant for validation are the validation data where clients hold none back (`data.validation_share=0`), as are
-those of the test list the test data, as in the paper. It says nothing of tests of single clients on spoken words.
+As in the paper, speakers of the test list are the test data, and speakers of the validation list the validation data if
+clients hold none back (`data.validation_share=0`). The paper does not say how single clients are tested on words.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 """The words of the task of 12 classes, in the order of their labels."""
 UNKNOWN, SILENCE, NOISE = "_unknown_", "_silence_", "_background_noise_"
 MANY = 35
-"""The words of version 0.02, of which a part of the test archive may lack rare ones."""
+"""The number of words in version 0.02; an excerpt of the test archive may lack rare ones."""
 LISTS = ("validation_list.txt", "testing_list.txt")
 RATE = 16_000
 ZEROS, CUTOFF = 6, 0.99
-"""The zeros of the resampler's sinc on either side, and where it cuts off, as a share of the lower rate's band."""
+"""Zero crossings of the resampler's sinc on either side, and its cutoff as a share of the lower rate's band."""
 FRAMES = 51
 HELD_OUT = 5
-"""Every fifth speaker tests if no clip is meant for training."""
+"""Every fifth speaker is for testing if there are no training clips."""
 
 Sound = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A second of sound: its place under the folder, its label, whose it is (None: nobody's), and its first sample."""
+    """A second of sound: its path below the folder, label, speaker (None: unknown), and first sample in the file."""
 
     path: str
     label: int
@@ -62,23 +62,23 @@ class Clip:
 
 
 def speaker_of(path: str) -> str:
-    """Who speaks, by the name of the file."""
+    """The speaker of a clip, from the file's name."""
     return Path(path).stem.partition("_nohash_")[0].rpartition("_")[2]
 
 
 def word_of(name: str) -> str:
-    """Which of the other words is spoken in a file of the archive of test clips."""
+    """The word spoken in a file of the test archive's folder of other words, from the file's name."""
     return name.partition("_")[0]
 
 
 def part_of(path: str) -> str:
-    """Where the authors' hash of a speaker puts all of its clips: train, or validation or test (a tenth each)."""
+    """The part of all clips of a speaker, by the authors' hash: validation or test (a tenth each), or train."""
     percent = _hash(speaker_of(path)) % 2**27 * (100.0 / (2**27 - 1))
     return "validation" if percent < 10 else "test" if percent < 20 else "train"
 
 
 def mfcc(sound: Sound, features: str = "htk") -> Sound:
-    """The features (40, 51) of one second at 16 kHz, in -1 to 1."""
+    """The features (40, 51) of one second of sound at 16 kHz, whose samples are in -1 to 1."""
     (librosa, _), f = _packages(), FEATURES[features]
     bands = {"sr": f["rate"], "hop_length": f["hop"], "n_mels": f["mels"]}
     if features == "htk":
@@ -92,7 +92,7 @@ def mfcc(sound: Sound, features: str = "htk") -> Sound:
 
 
 def halved(sound: Sound) -> Sound:
-    """The sound at half the rate, by a sinc under a squared cosine: what torchaudio resamples with if not told."""
+    """The sound at half the rate, resampled by a sinc under a squared cosine: torchaudio's default."""
     width = math.ceil(ZEROS * 2 / CUTOFF)
     t = np.arange(-width, width + 2) / 2 * CUTOFF
     kernel = np.sinc(t) * np.cos(np.clip(t / ZEROS, -1, 1) * np.pi / 2) ** 2 * CUTOFF / 2
@@ -101,7 +101,7 @@ def halved(sound: Sound) -> Sound:
 
 
 def read_second(path: Path, start: int = 0) -> Sound:
-    """The samples (16000,) of a WAV file from one of them on, in -1 to 1; a shorter sound is followed by zeros.
+    """The samples (16000,) of a WAV file from index `start` on, in -1 to 1; a shorter sound is padded with zeros.
 
     Raises ValueError for a file that is no sound, empty, of another rate, or of several channels.
     """
@@ -119,13 +119,13 @@ def read_second(path: Path, start: int = 0) -> Sound:
 
 
 def _packages() -> tuple[Any, Any]:
-    """librosa and soundfile, which only preparing sounds needs; ValueError if they cannot be imported."""
+    """librosa and soundfile, which only the preparation of sounds needs; ValueError if they cannot be imported."""
     try:
         import librosa
         import soundfile
 
         return librosa, soundfile
-    except (ImportError, OSError) as error:  # soundfile looks for a library of the system
+    except (ImportError, OSError) as error:  # soundfile loads a library of the system
         raise ValueError(
             f"speech_commands needs librosa and soundfile ({error}): pip install 'fedloom[speech]'"
         ) from error
@@ -138,9 +138,9 @@ class SpeechSource(Source):
     folder: Path
     num_classes: int
     features: str = "htk"
-    """Which of `FEATURES` the inputs are."""
+    """The entry of `FEATURES` by which inputs are computed."""
     silence: float | None = 0.1
-    """Clips of silence, as a share of a training speaker's or another part's spoken clips; None: every second once."""
+    """Silence as a share of spoken clips, per training speaker or other part; None: each second of noise once."""
     has_validation: bool = False
     kind = "features"
     scale = 1.0
@@ -155,11 +155,11 @@ class SpeechSource(Source):
 
     @cached_property
     def class_names(self) -> Sequence[str]:
-        """The words, for 12 classes followed by the other words and silence."""
+        """The words; for 12 classes the ten words, then the other words as one class, and silence."""
         if self.num_classes == len(WORDS) + 2:
             return (*WORDS, UNKNOWN, SILENCE)
         words = [name for name in self._folders if not name.startswith("_")]
-        if UNKNOWN in self._folders:  # the archive of test clips has the other words together
+        if UNKNOWN in self._folders:  # the test archive has all other words in one folder
             return (*words, *sorted({word_of(name) for name in _waves(self.folder / UNKNOWN)} - {*words}))
         if len(words) != MANY:
             raise ValueError(
@@ -204,7 +204,7 @@ class SpeechSource(Source):
         return tuple(sorted({c.speaker for part in self._clips.values() for c in part if c.speaker is not None}))
 
     def clients(self, part: str) -> IntArray:
-        """Silence that is nobody's belongs to speakers of the part that a hash chooses."""
+        """The client of each clip (n,); a hash assigns silence without a speaker to one of the part's speakers."""
         clips = self._clips[part]
         speakers = sorted({c.speaker for c in clips if c.speaker is not None})
         number = {name: i for i, name in enumerate(self.client_names)}
@@ -218,7 +218,7 @@ class SpeechSource(Source):
         """The clips of every part, by class, then by name."""
         listed, spoken = self._listed(), list(self._spoken())
         part = {c.path: part_of(c.path) if listed is None else listed.get(c.path, "train") for c in spoken}
-        alone = "train" not in part.values()  # the archive of the test set alone: its speakers take turns
+        alone = "train" not in part.values()  # the archive of the test set alone: its speakers are split in turn
         if alone:
             turns = {name: self._turn(i, alone) for i, name in enumerate(sorted({speaker_of(path) for path in part}))}
             part = {path: turns[speaker_of(path)] for path in part}
@@ -232,7 +232,7 @@ class SpeechSource(Source):
         return {name: tuple(clips) for name, clips in parts.items() if name != "validation" or self.has_validation}
 
     def _turn(self, i: int, alone: bool) -> str:
-        """The part of the i-th speaker of the archive of the test set, or of the i-th clip of silence."""
+        """The part of the i-th clip of silence or, with the archive of the test set alone, of the i-th speaker."""
         if not alone:
             return {8: "validation", 9: "test"}.get(i % 10, "train")
         if i % HELD_OUT == HELD_OUT - 1:
@@ -240,7 +240,7 @@ class SpeechSource(Source):
         return "validation" if self.has_validation and i % 10 == HELD_OUT - 2 else "train"
 
     def _silence(self, part: str, spoken: Sequence[Clip], alone: bool) -> list[Clip]:
-        """The part's silence: drawn with replacement for every training speaker, and for another part as a whole."""
+        """The part's silence, drawn with replacement: per speaker for training, for other parts as a whole."""
         if self.num_classes == MANY or self.silence == 0:
             return []
         if self.silence is None:
@@ -255,9 +255,9 @@ class SpeechSource(Source):
         return drawn
 
     def _quiet(self, part: str, alone: bool) -> list[tuple[str, int, int]]:
-        """Where the part's silence is drawn from: files, and the first and last sample at which a second may begin.
+        """Where the part's silence is drawn from: files, each with the first and last sample at which a clip may begin.
 
-        Of a recording of noise the first 80 % are for training, then 10 % for validation, and the last for the test.
+        The first 80 % of a recording of noise are for training, the next 10 % for validation, the last for testing.
         """
         if (self.folder / SILENCE).is_dir():
             return [(c.path, 0, 0) for i, c in enumerate(self._seconds()) if self._turn(i, alone) == part]
@@ -300,11 +300,11 @@ class SpeechSource(Source):
             for name in _waves(self.folder / folder):
                 word = word_of(name) if folder == UNKNOWN and self.num_classes == MANY else folder
                 label = label_of.get(word, label_of.get(UNKNOWN))
-                if label is not None:  # of 35 classes none is for folders of something else
+                if label is not None:  # with 35 classes, other folders have no label
                     yield Clip(f"{folder}/{name}", label, speaker_of(name))
 
     def _seconds(self) -> Iterator[Clip]:
-        """Files of silence, else the seconds of the recordings of noise."""
+        """The files of silence or, without them, the seconds of the recordings of noise."""
         label = len(WORDS) + 1
         if (self.folder / SILENCE).is_dir():
             yield from (Clip(f"{SILENCE}/{name}", label, None) for name in _waves(self.folder / SILENCE))
@@ -331,7 +331,7 @@ def _hash(text: str) -> int:
 
 
 def _frames(path: Path) -> int:
-    """The samples of a WAV file, from its head: reading sound needs packages that only preparation has."""
+    """The number of samples in a WAV file, from its header: this needs none of the packages for reading sound."""
     try:
         with wave.open(str(path), "rb") as file:
             return file.getnframes()

@@ -27,9 +27,9 @@ from fedloom.platform.words import shown
 
 ENDINGS = (".csv", ".parquet", ".arrow")
 ROWS = 1024
-"""Rows that are read at a time: some dozen megabytes of small photographs."""
+"""Rows read at a time: a few dozen megabytes of small photographs."""
 INPUT_COLUMNS = Annotated[
-    list[Annotated[str, NOT_EMPTY]] | None, "columns of inputs; null: the images, or all but those of label and client"
+    list[Annotated[str, NOT_EMPTY]] | None, "input columns; null: the images, or all but the label and client columns"
 ]
 SHAPE = Annotated[list[Annotated[int, ONE_OR_MORE]] | None, "the shape of a row's numbers; null: as in the columns"]
 BLAME = "data set 'table':"
@@ -39,7 +39,7 @@ BLAME = "data set 'table':"
 
 
 def find_files(path: Path) -> dict[str, tuple[Path, ...]]:
-    """The files of each part; the only part is "" if a fifth is to be held out for testing.
+    """The files of each part; the only part is "" if there is no test part and a fifth is to be held out.
 
     Raises PluginError if there are none.
     """
@@ -63,9 +63,9 @@ def _tables(path: Path) -> tuple[Path, ...]:
 def batches(
     file: Path, columns: Sequence[str] | None = None, types: Mapping[str, Any] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """All or some columns of a file, some rows at a time; PluginError if it cannot be read.
+    """All or some columns of a file, in batches of rows; PluginError if it cannot be read.
 
-    `types` are those of columns of a CSV file: what its beginning lets one guess may be wrong of the rest.
+    `types` are the types of a CSV file's columns, because those inferred from its beginning may not fit the rest.
     """
     try:
         if file.suffix == ".csv":
@@ -90,9 +90,9 @@ def batches(
 
 @dataclass(frozen=True)
 class Layout:
-    """What the columns hold: inputs, labels, and whose samples they are.
+    """Which columns hold the inputs, the labels and the clients.
 
-    `size` scales images to size x size, `grey` gives them one channel, `shape` is that of a row's numbers.
+    `size` scales images to size x size, `grey` gives them one channel, `shape` is the shape of a row's numbers.
     """
 
     x: Sequence[str]
@@ -106,8 +106,8 @@ class Layout:
 class TableSource(Source):
     """Rows of tables, in the order of the files' names; created by `find_table`.
 
-    Images are encoded in their column, or in files that it names, relative to the table. Numbers are in columns, or in
-    vectors or matrices of one.
+    Images are encoded in one column, or in files that it names by paths relative to the table. Numbers are in one or
+    more columns, or in a single column of vectors or matrices.
     """
 
     class_names: Sequence[str] = ()
@@ -137,7 +137,7 @@ class TableSource(Source):
         hashes = {f"{part}/{file.name}": hash_of_file(file) for part, files in self.files.items() for file in files}
         held = HELD_OUT_SHARE if "" in self.files else 0
         fields: Fields = {"layout": "table", "sha256": hashes, **asdict(self.layout), "held_out": held}
-        if self._names_files:  # not their contents, as of images in folders
+        if self._names_files:  # not their contents, as for images in folders
             digest = sha256()
             for part in self.files:
                 for file, batch in self._batches(part):
@@ -159,7 +159,7 @@ class TableSource(Source):
         return np.concatenate([*self.pieces(part, ascending)])[places]
 
     def pieces(self, part: str, rows: IntArray) -> Iterator[AnyArray]:
-        """As `Source.pieces`, of ascending rows: files are read once, from their beginning to their end."""
+        """Like `Source.pieces`, for ascending rows: each file is read once, from beginning to end."""
         files, rows_of_part = self._rows[part]
         wanted, start, first = rows_of_part[rows], 0, None
         for file, batch in self._batches(files):
@@ -182,7 +182,7 @@ class TableSource(Source):
         return ((file, batch) for file in self.files[part] for batch in batches(file, self.layout.x, types))
 
     def _images(self, file: Path, batch: pa.RecordBatch, shape: tuple[int, int] | None) -> AnyArray:
-        """Images (n, C, H, W), of the size of the first ones if they are not scaled."""
+        """Images (n, C, H, W); if they are not scaled, all must have `shape` or, without it, the size of the first."""
         size, images = self.layout.size, list[AnyArray]()
         for value in batch.column(0).to_pylist():
             held = value if isinstance(value, dict) else {"path": value} if self._names_files else {"bytes": value}
@@ -203,9 +203,9 @@ class TableSource(Source):
         return x.reshape(-1, *self.layout.shape)
 
     def _codes(self, name: str, known: Sequence[str] | None = None) -> tuple[Sequence[str], dict[str, IntArray]]:
-        """The distinct values of a column in their order, as texts, and per part each row's index into them.
+        """The sorted distinct values of a column, as texts, and per part each row's index into them.
 
-        Of whole numbers whose names are `known` these are the indices.
+        If the names are `known`, the column holds these indices as whole numbers.
         """
         columns = {part: self._texts(part, name) for part in self.files}
         values = {text for column in columns.values() for text in column.dictionary.to_pylist()}
@@ -220,7 +220,7 @@ class TableSource(Source):
         }
 
     def _texts(self, part: str, name: str) -> pa.DictionaryArray:
-        """A column of texts or whole numbers, as texts."""
+        """A column of texts or whole numbers, dictionary-encoded as texts."""
         pieces = []
         for file in self.files[part]:
             for batch in batches(file, [name], {name: pa.string()}):
@@ -252,7 +252,7 @@ def _stacked(file: Path, name: str, column: pa.Array) -> AnyArray:
     if not any(is_number(column.type) for is_number in NUMBERS):
         raise PluginError(f"{where} holds {column.type}: data.options.x names columns of numbers, or one of images")
     values: AnyArray = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    if not np.isfinite(values).all():  # a missing one is NaN
+    if not np.isfinite(values).all():  # missing values are NaN
         raise PluginError(
             f"{where} lacks values, or has infinite ones: fill them in, or leave it out of data.options.x"
         )
@@ -265,7 +265,7 @@ def _is_image(holds: pa.DataType) -> bool:
 
 
 def _published_names(schema: pa.Schema, column: str) -> list[str] | None:
-    """The names of Hugging Face's `ClassLabel`."""
+    """The class names that Hugging Face's `ClassLabel` gives a column; None if it is not one."""
     try:
         return [*map(str, json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]["names"])]
     except (KeyError, TypeError, ValueError):

@@ -107,8 +107,8 @@ class ShakespeareSource(TokenSource):
     """The roles' lines of both files, read on demand; created by `ShakespeareSource.find`.
 
     A role's test lines are the last ones of its play. Sequences are sorted by the roles' names, then in text order.
-    With `padded_lines` every line is cut alone, and the padding after it is a token to be predicted like any other.
-    `roles` are patterns of their names, of which one must fit.
+    With `padded_lines` every line is cut separately, and the padding after it is predicted like any other token.
+    `roles` are glob patterns; a role is read if its name matches one of them.
     """
 
     folder: Path
@@ -142,7 +142,7 @@ class ShakespeareSource(TokenSource):
 
     @cached_property
     def client_names(self) -> tuple[str, ...]:
-        """The roles of both files; ValueError if none has a name that fits."""
+        """The roles of both files that match `roles`, sorted; ValueError if none does."""
         names: set[str] = set()
         for file in SHAKESPEARE_FILES.values():
             with _clients_of(self.folder / file) as group:
@@ -160,7 +160,7 @@ class ShakespeareSource(TokenSource):
             "layout": "shakespeare HDF5",
             "sha256": {file: hash_of_file(self.folder / file) for file in SHAKESPEARE_FILES.values()},
             "sequence_length": self.sequence_length,
-            # Unless it is so, for the data sets that were prepared before it could be.
+            # Omitted at their defaults, so that data sets prepared before these options existed are still found.
             **({"padded_lines": True} if self.padded_lines else {}),
             **({"roles": list(self.roles)} if self.roles != ("*",) else {}),
         }
@@ -217,7 +217,7 @@ PTB_VOCABULARY_SIZE = 10_000
 END, UNKNOWN = "<eos>", "<unk>"
 PTB_FOLDERS = ("ptb", "ptb/penn_treebank", "simple-examples/data")
 PTB_COLUMN = "sentence"
-"""The column of the hub's Parquet files, whose rows are lines."""
+"""The text column of the Hugging Face hub's Parquet files, in which each row is a line."""
 PTB_FILES = {"train": "ptb.train.txt", "test": "ptb.test.txt"}
 
 
@@ -234,7 +234,7 @@ def make_vocabulary(words: list[str], size: int = PTB_VOCABULARY_SIZE) -> tuple[
 class PtbSource(TokenSource):
     """The words of `ptb.train.txt` and `ptb.test.txt`, with `<eos>` at the end of every line, read on demand.
 
-    Created by `PtbSource.find`; also of the hub's `train-*.parquet` and `test-*.parquet`.
+    Created by `PtbSource.find`, which also finds the hub's `train-*.parquet` and `test-*.parquet`.
     `ptb.valid.txt` is not read: as for all data sets, a client's validation sequences are taken from its training
     sequences. Words that are not in the vocabulary become `<unk>`.
     """

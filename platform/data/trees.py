@@ -20,12 +20,12 @@ def mapped(change: Callable[[Tensor], Tensor], tree: AnyTree) -> AnyTree:
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
-    """The tree's tensors, in the order of their names' insertion."""
+    """The tree's tensors, in insertion order."""
     return [tree] if isinstance(tree, Tensor) else list(tree.values())
 
 
 def first(tree: Tree) -> Tensor:
-    """A tensor of the tree, all of which have the same number of samples and are on the same device."""
+    """The tree's first tensor; all have the same number of samples and are on the same device."""
     return tensors_of(tree)[0]
 
 
@@ -40,7 +40,7 @@ def taken(tree: AnyTree, index: Tensor) -> AnyTree:
 
 
 def joined(trees: Sequence[AnyTree]) -> AnyTree:
-    """The samples of several trees, one tree's after the other's."""
+    """The samples of several trees, concatenated."""
     if isinstance(trees[0], Tensor):
         return torch.cat([first(tree) for tree in trees])
     parts = cast(Sequence[Mapping[str, Tensor]], trees)
@@ -56,7 +56,7 @@ def split(tree: AnyTree, sizes: int | list[int]) -> list[AnyTree]:
 
 
 def single(tree: Tree, who: str, what: str = "samples") -> Tensor:
-    """The tensor of a tree of one; ValueError naming who cannot use several."""
+    """The only tensor of a tree; ValueError naming `who` and `what` if the tree has several."""
     if isinstance(tree, Tensor):
         return tree
     raise ValueError(f"{who} takes {what} of one tensor, given {', '.join(tree)}: use another, or your own")

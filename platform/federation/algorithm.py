@@ -1,7 +1,7 @@
-"""The round of FedAvg, and the values that it is made of: the state between rounds, a round's plan and its update.
+"""The FedAvg training round and its data types: the state between rounds, a round's plan, and its update.
 
-All functions are pure, so that a run can be stored and resumed after any round. What a method is besides its training
-stages is declared in `method.py`.
+All functions are pure, so a run can be stored and resumed after any round. `method.py` declares what else belongs to a
+method besides its training stages.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ logger = logging.getLogger(__name__)
 # -- the state of a run ------------------------------------------------------------------------------------------------
 
 SUPERNET = "supernet"
-"""The name of the tensors that are the shared weights of a supernet."""
+"""Name of the tensor group that holds a supernet's shared weights."""
 CLIENT = "client-"
 """Prefix of the names of client states, followed by the client's id."""
 RECEIVED = "received-"
-"""Prefix of the names of the tensors that clients have received in an earlier round, and still work from."""
+"""Name prefix of the tensor groups that clients received in an earlier round and still work from."""
 BEST = "best-"
-"""Prefix of the names of tensor groups, and of the JSON values, as they were at a stage's best evaluation."""
+"""Name prefix of the copies of tensor groups and JSON values that are taken at a stage's best evaluation."""
 JUDGEMENT = "judgement"
-"""The JSON value that holds what the current stage's evaluations say so far, if it may end early."""
+"""Name of the JSON value that holds the current stage's `Judgement`, if the stage may end early."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class RunState:
         return replace(self, data={name: value for name, value in self.data.items() if name not in names})
 
     def without_client_tensors(self, prefix: str) -> RunState:
-        """The state without the client tensors of this name prefix, and without groups that become empty."""
+        """The state without client tensors whose names have this prefix; groups left empty are removed."""
         state = self
         for name, group in self.groups.items():
             left = {n: t for n, t in group.tensors.items() if not n.startswith(prefix)}
@@ -137,7 +137,7 @@ Row = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Plan:
-    """A round's assignments, and the tensor group of the state whose weights they get."""
+    """A round's assignments, and the name of the tensor group whose weights they receive."""
 
     assignments: Sequence[Assignment]
     group: str
@@ -146,22 +146,22 @@ class Plan:
     chunk_size: int | None = None
     """Assignments per chunk if the stage overrides the configuration."""
     stack: int = 1
-    """Clients of a chunk that are trained as one batch."""
+    """Largest number of a chunk's clients that are trained as one batch."""
     memory: Mapping[str, Any] | None = None
-    """The JSON values that the selection rule leaves to itself for the next round."""
+    """JSON values that the selection rule stores for its next round."""
     processors: Processors = ()
-    """The round's processors, which the server undoes in reverse."""
+    """The round's processors; the server undoes them in reverse order."""
     keeps_updates: bool = False
-    """Whether the server gets every single update, for an aggregator that compares clients."""
+    """Whether the server receives each client's update instead of sums, for aggregators that compare clients."""
     answers: Answers | None = None
-    """The round's first answers, if others are not waited for."""
+    """The round's first answers; None if the server waits for all clients."""
     starts_s: float | None = None
-    """The simulated time at which the round starts, if the server waits for a device that is online; None: at once."""
+    """Simulated time at which the round starts, after waiting for an online device; None: at once."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A round's results: the weighted sums of all updates, or these, and one result per assignment in plan order."""
+    """A round's results: the updates' weighted sums (or the updates), and one result per assignment in plan order."""
 
     sums: Sums
     client_results: Sequence[ClientResult]
@@ -181,7 +181,7 @@ class KeptModel:
 
 @dataclass(frozen=True)
 class PostRoundEvaluation:
-    """Measurements of a round's new state before the round ends, and what is recorded of them."""
+    """A plan that scores a round's new state before the round ends, and the evaluations made from its results."""
 
     plan: Plan
     evaluations: Callable[[RoundResult], Sequence[Evaluation]]
@@ -189,9 +189,9 @@ class PostRoundEvaluation:
 
 @dataclass(frozen=True)
 class PostRoundWork:
-    """The server's work on a round's new state before the round ends, such as training on data of its own.
+    """The server's work on a round's new state before the round ends, such as training on its own data.
 
-    `merge` makes the round's last state of that state and what the plan's tasks return.
+    `merge` makes the round's final state from the new state and the results of the plan's tasks.
     """
 
     plan: Plan
@@ -199,15 +199,14 @@ class PostRoundWork:
 
 
 Judge = Callable[[RunState, Sequence[Evaluation]], tuple[RunState, str]]
-"""Given a round's last state and all that was measured: the state with its judgement, and why the stage ends, if so."""
+"""Maps a round's final state and evaluations to the state with its judgement, and why the stage ends ("" if not)."""
 
 
 @dataclass(frozen=True)
 class RoundUpdate:
-    """The state after a round (or at a stage's end), with what was measured, further rows, and models to be stored.
+    """The state after a round (or at a stage's end), with evaluations, further rows, and the models to store.
 
-    Of `work` and `evaluation` the former is done first, and what its `merge` returns is added to this update; `judge`
-    comes last.
+    `work` runs before `evaluation`, and the update that its `merge` returns is added to this one; `judge` runs last.
     """
 
     state: RunState
@@ -247,7 +246,7 @@ class Round:
 
 
 class BegunRound(NamedTuple):
-    """The work of a round's clients in plan order, the values of its schedules, and its processors."""
+    """The assignments of a round's clients in plan order, the values of its schedules, and its processors."""
 
     assignments: Sequence[Assignment]
     schedules: Mapping[str, float]
@@ -263,7 +262,7 @@ class RoundTasks:
 
 
 TasksOfRound = Callable[[Round], RoundTasks]
-"""What the clients of a round do."""
+"""Makes the tasks of a round's clients."""
 
 Initial = Callable[[RunState], Weights | None]
 """Returns a stage's initial weights; None skips the stage because there is nothing to train."""
@@ -275,7 +274,7 @@ def fresh_supernet(world: World) -> Initial:
 
 
 def from_generator(world: World, draw: Callable[[torch.Generator], Weights], *places: str) -> Initial:
-    """Weights drawn from the run's initialisation stream for these ids."""
+    """Initial weights that `draw` makes from the run's initialisation stream for `places`."""
     seed = world.config.seed_for("initialisation")
     return lambda _state: draw(torch_stream(seed, *places))
 
@@ -299,12 +298,12 @@ class TrainingStage:
         beside: further tasks of the server in a round, in parallel to the clients.
         after: the method's update of the state after averaging, given the round's plan and result.
         keep: the models that are stored when the stage ends.
-        macs: MACs of a sample's forward pass that clients are expected to train; by default the space's middle.
+        macs: expected MACs of one sample's forward pass in training; by default `World.expected_macs()`.
         parameters: the names of the group's trained tensors; by default the space's parameters.
         tier: the tier whose model is trained, for rows of `evaluations`.
         data: JSON values added to the initial state.
-        settled: whether scores of a round's new state may end the stage: not while it searches, or in early phases.
-        final: makes of the state what the stage leaves behind.
+        settled: whether scores of a round's new state may end the stage: not during a search or in early phases.
+        final: maps the last state to the one that the stage leaves behind.
     """
 
     world: World
@@ -348,7 +347,7 @@ class TrainingStage:
         self.keeps_updates = self.rules.aggregator.name != MEAN or self.processing.needs_updates
         self.asynchronous: Asynchronous | None = None
         if (config.asynchronous is not None or config.arrivals is not None) and len(self.population):
-            from fedloom.platform.federation.asynchronous import Asynchronous  # what only such rounds need
+            from fedloom.platform.federation.asynchronous import Asynchronous  # only such rounds need it
 
             self.asynchronous = Asynchronous(
                 *(world, config, self.rules, len(self.population), self.cohort_size, self._received_in)
@@ -382,13 +381,13 @@ class TrainingStage:
         return self.with_sent(begun, 0)
 
     def rounds_left(self, state: RunState) -> int:
-        """The remaining rounds; 0 without weights or without an eligible client, and where the scores end the stage."""
+        """The number of remaining rounds; 0 without weights or eligible clients, or once scores end the stage."""
         possible = self.group in state.groups and len(self.population) > 0 and not self._judgement(state).stopped
         return self.config.rounds - state.round if possible else 0
 
     def plan(self, state: RunState) -> Plan:
         """Selects the cohort and assigns the clients' and the server's tasks."""
-        from fedloom.platform.clients.stacks import clients_per_stack  # what only runs need
+        from fedloom.platform.clients.stacks import clients_per_stack  # only runs need it
 
         world, index, group = self.world, state.round, self._received_group(state)
         answers: Answers | None = None
@@ -418,7 +417,7 @@ class TrainingStage:
         self.warnings.before_round(tasks, stack)
         planned = self.cohort_size if self.asynchronous is not None else len(cohort.client_ids)
         self.warnings.of_availability(self.selection, state.simulated_s, starts_s, planned)
-        # Where a score may end the stage it is one of the round's new weights: only the initial ones are left for here.
+        # If scores may end the stage, `merge` has the new weights scored: only the initial ones are scored here.
         scores_before = self._is_due(index) and not (self.may_end_early and index)
         of_server = [*self.beside(state), *(self.score(state) if scores_before else ())]
         context = self.processing.context(index, state.weights(self.group), state.data)
@@ -439,7 +438,7 @@ class TrainingStage:
         return self.config.evaluate_every > 0 and index % self.config.evaluate_every == 0
 
     def _begun(self, state: RunState, cohort: Cohort, starts_s: float | None = None) -> BegunRound:
-        """The work of the clients that begin in a round, in plan order; `starts_s` if they do so together."""
+        """The assignments of a cohort that begins in a round, in plan order; `starts_s` is its common start, if any."""
         world, config, index = self.world, self.config, state.round
         client_ids = world.in_plan_order(cohort.client_ids)
         scored = self._is_due(index) or (config.evaluate_every > 0 and index == config.rounds - 1)
@@ -466,9 +465,9 @@ class TrainingStage:
     def _begun_in(
         self, state: RunState, first: Cohort, begun: BegunRound, index: int, cohort: Cohort, data: Mapping[str, Any]
     ) -> dict[int, Assignment]:
-        """The assignments of the clients that begin in the present round, or have begun in an earlier one.
+        """The assignments, by client id, of a cohort that begins in round `index`: the current or an earlier one.
 
-        Those of the present round's first cohort are `begun`.
+        `begun` holds those of the current round's `first` cohort.
         """
         if index == state.round and cohort is not first:
             begun = self._begun(state, cohort)
@@ -479,30 +478,30 @@ class TrainingStage:
         return {client_of(assignment): assignment for assignment in begun.assignments}
 
     def _received_in(self, index: int) -> str:
-        """The name of the tensors that clients have received in an earlier round."""
+        """Name of the tensor group with the weights that clients received in round `index`."""
         return f"{RECEIVED}{self.group}-{index}"
 
     def _received_group(self, state: RunState) -> str:
-        """The name of the tensors that clients receive."""
+        """Name of the tensor group whose weights clients receive."""
         return self.sent_group if self.sent_group in state.groups else self.group
 
     def _older(self, state: RunState) -> list[str]:
-        """The names of the tensors that clients have received in earlier rounds."""
+        """Names of the tensor groups that clients received in earlier rounds."""
         return [name for name in state.groups if name.startswith(RECEIVED)]
 
     def _with_received(self, after: RunState, before: RunState, answers: Answers) -> RunState:
-        """The state with the weights from which clients work on, and without those that nobody needs any more."""
+        """The state with the received weights that clients still work from, and without those no longer needed."""
         needed = {self._received_in(begun) for begun in answers.begun}
         after = after.without_groups(*(name for name in self._older(after) if name not in needed))
         name = self._received_in(before.round)
         if name not in needed:
             return after
-        # The version is the model's own, because a later stage may have rounds of the same numbers.
+        # The version is that of the model, because a later stage may have the same round numbers.
         received = TensorGroup(before.weights(self._received_group(before)), before.groups[self.group].version)
         return replace(after, groups={**after.groups, name: received})
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
-        """Averages the updates and applies the server rule, the history and the method's `after`.
+        """Averages the updates, applies the server rule and the method's `after`, and updates the history.
 
         Raises ValueError if clients have trained and all weights of all updates are 0.
         """
@@ -517,7 +516,7 @@ class TrainingStage:
         old = state.weights(self.group)
         context = self.processing.context(state.round, old, state.data)
         simulated = partial(self._simulated_tasks, state)
-        # Answers from weights of several rounds have been made such as the server's own were trained.
+        # Updates from several rounds' weights were already converted as if trained from the server's own weights.
         counted = plan.answers is not None and plan.answers.counted is not None
         averaged = self.processing.averaged(
             *(context, plan.processors, sums, results, self.server.shared(old), simulated),
@@ -544,10 +543,10 @@ class TrainingStage:
         return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations, judge=judge)
 
     def end(self, state: RunState) -> RoundUpdate:
-        """Removes everything of the stage but its weights, the best ones if so configured; returns models to be stored.
+        """Removes everything of the stage but its weights (the best ones if configured); returns the models to store.
 
-        Raises ValueError if no update has ever arrived and no stage has trained before: all weights are the initial
-        ones. After others, whose results are worth having, it is a warning.
+        Raises ValueError if no update has ever arrived in the run's first stage: all weights are the initial ones. In
+        later stages that is a warning, because the results of earlier stages are worth having.
         """
         if self.group not in state.groups:
             return RoundUpdate(state)
@@ -566,9 +565,9 @@ class TrainingStage:
         return RoundUpdate(ended, models=self.keep(ended))
 
     def with_sent(self, state: RunState, index: int) -> RunState:
-        """The state with what clients receive in a round, if that is not the weights themselves.
+        """The state with the weights that clients receive in a round, if processors change them.
 
-        A stage that changes the weights after `merge` calls it again.
+        A stage that changes the weights after `merge` calls this again.
         """
         sent = self.processing.sent(self.processing.context(index, state.weights(self.group), state.data))
         return state if sent is None else state.with_group(self.sent_group, sent)
@@ -577,7 +576,7 @@ class TrainingStage:
 
     @property
     def _keeper(self) -> str:
-        """What asks for every single update."""
+        """Names the component that needs each client's update, for a message."""
         aggregator = self.rules.aggregator.name
         return f"aggregator {aggregator}" if aggregator != MEAN else f"attack {self.world.config.attack.name}"
 
@@ -588,14 +587,14 @@ class TrainingStage:
         )
 
     def _simulated_tasks(self, state: RunState, index: int, client_ids: tuple[int, ...]) -> Sequence[Task]:
-        """The tasks of a simulated cohort, which differ from those of any round, and depend on none before it."""
+        """The tasks of a simulated cohort: they differ from those of any round and depend on no earlier round."""
         start, name = replace(state, data={**state.data, **self.data}), f"{self.name}/expected"
         return self.tasks(
             Round(self.world, name, index, start, client_ids, self._local_sgd(0), self.rules, False)
         ).tasks
 
     def _last_scores(self, after: RunState) -> PostRoundEvaluation | None:
-        """Scores the new weights after the last round, because no later round does, or if they may end the stage."""
+        """Scores the new weights if scores may end the stage, and after the last round, as no later round does."""
         rounds, every = after.round + 1, self.config.evaluate_every
         due = every > 0 and (rounds == self.config.rounds or (self.may_end_early and rounds % every == 0))
         tasks = self.score(after) if due else ()
@@ -610,7 +609,7 @@ class TrainingStage:
         return Judgement(**state.data[JUDGEMENT]) if JUDGEMENT in state.data else Judgement()
 
     def _judged(self, state: RunState, evaluations: Sequence[Evaluation]) -> tuple[RunState, str]:
-        """The state with the judgement after a round's evaluations, and a copy of it if they are the best so far."""
+        """The state with the judgement after a round's evaluations, and with a copy of it if its score is the best."""
         score = latest_score(evaluations, state.round, self.stop.metric)
         if score is None or score.rounds != state.round + 1 or not self.settled(state):
             return state, ""
@@ -622,7 +621,7 @@ class TrainingStage:
         return state.with_data(JUDGEMENT, asdict(judgement)), judgement.stopped
 
     def _with_best(self, state: RunState) -> RunState:
-        """The state with weights, clients' states and JSON values as at the best evaluation, if they were copied."""
+        """The state with weights, client states and JSON values restored from the best evaluation, if copied then."""
         best = {name.removeprefix(BEST): group for name, group in state.groups.items() if name.startswith(BEST)}
         data = {name.removeprefix(BEST): value for name, value in state.data.items() if name.startswith(BEST)}
         if not best:
@@ -641,12 +640,12 @@ class TrainingStage:
     # -- the time left ----------------------------------------------------------------------------------------------
 
     def macs_left(self, state: RunState) -> float:
-        """Those of training the remaining rounds' clients."""
+        """The MACs of training the clients of all remaining rounds."""
         if not len(self.population):
             return 0.0
         samples = self.answers * self.config.epochs * float(self.world.data.sizes("train")[self.population].mean())
         return (self.config.rounds - state.round) * samples * TRAINING_FACTOR * self._macs(state)
 
     def _macs(self, state: RunState) -> float:
-        """MACs of a sample's forward pass through a network of the stage, as far as they are known."""
+        """Expected MACs of one sample's forward pass through a network of the stage."""
         return self.world.expected_macs() if self.macs is None else self.macs(state)

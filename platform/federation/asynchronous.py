@@ -1,16 +1,16 @@
-"""Rounds that do not wait for all of their clients, on the virtual clock: asynchronous ones, and over-selection.
+"""Asynchronous rounds and over-selection: rounds on the virtual clock that do not wait for all of their clients.
 
-at any time      clients_per_round clients are at work; whoever begins receives the newest weights
-in every round   its first `arrivals` answers are averaged: the events are ordered by simulated time, then by client id
-                 who answers, or is lost, makes room for another client of the round's cohort, which begins at once
-                 with an arrival rule   the others work on, and count later (FedBuff, Nguyen et al. 2022, Alg. 1;
+at any time      clients_per_round clients are at work; a client that begins receives the newest weights
+in every round   the first `arrivals` answers are averaged: events are ordered by simulated time, then by client id
+                 a client that answers or is lost makes room for another of the round's cohort, which begins at once
+                 with an arrival rule   the others go on and count later (FedBuff, Nguyen et al. 2022, Alg. 1;
                                         with one answer per round FedAsync, Xie, Koyejo and Gupta 2019, Alg. 1)
                  without one            the others are given up: over-selection (Bonawitz et al. 2019, Sec. 2.2)
 
-How long a client's work takes on its device is counted before it is done. So the order of all events follows from the
-configuration and the seeds, and a client is trained when its answer's round comes, from the weights that it received:
-they live while somebody works from them. A checkpoint holds them and the clients at work, so that a killed run goes on
-in the middle of the queue.
+The time that a client's work takes on its device is computed before the work is done, so the configuration and the
+seeds determine the order of all events. A client is trained when the round of its answer comes, from the weights that
+it received, which are kept as long as a client works from them. A checkpoint holds these weights and the clients at
+work, so that a killed run resumes in the middle of the queue.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OVER_SELECTED, STALE = "over_selected", "stale"
-"""Statuses of clients whose answers are not waited for, or not any more."""
+"""Statuses of clients whose answers the server ignores: enough others were faster, or their weights are too old."""
 
 
 class Flight(NamedTuple):
-    """A client at work: the round and time of its begin, when it ends, and whether it answers then or is lost."""
+    """A client at work: when it begins (round and simulated time) and ends, and whether it then answers or is lost."""
 
     client_id: int
     begun: int
@@ -69,12 +69,12 @@ def next_events(
     arrivals: int,
     more: Callable[[float, int], Sequence[int]] = lambda _time_s, _count: (),
 ) -> Ended:
-    """The events up to the answer that ends the round, or until nobody is left.
+    """The events up to the answer that ends the round, or until no client is left.
 
-    `waiting` clients begin, in this order, as soon as fewer than `concurrency` are at work; `begin` says until when a
-    client works that begins at a time, or None if it cannot. When none waits, `more` is asked for so many at a time.
-    Who makes room with the last answer is replaced in the next round, by a client that receives the weights which this
-    answer has changed.
+    `waiting` clients begin in this order as soon as fewer than `concurrency` are at work. `begin(client, time)` returns
+    the client's flight, or None if it cannot begin; `more(time, count)` returns further clients when none waits.
+    The client with the last answer is replaced in the next round, by one that receives the weights which this answer
+    has changed.
     """
     queue = [(flight.ends_s, flight.client_id, flight) for flight in at_work]
     heapq.heapify(queue)
@@ -99,7 +99,7 @@ def next_events(
 
 
 class Begun(NamedTuple):
-    """A round in which clients have begun: its cohorts, and the run's JSON values that their tasks may depend on."""
+    """A round in which clients began: its cohorts, and the run's JSON values that their tasks may depend on."""
 
     cohorts: Sequence[Cohort]
     data: Mapping[str, Any]
@@ -115,7 +115,7 @@ class Begun(NamedTuple):
 
 
 BY_CLIENT = ("reasons", "epochs", "sends")
-"""The parts of a cohort that are for single clients."""
+"""The fields of a `Cohort` that are keyed by client id."""
 
 
 def _stored(cohort: Cohort) -> dict[str, Any]:
@@ -132,15 +132,15 @@ def _cohort(stored: Mapping[str, Any]) -> Cohort:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a plan says of a round that waits for its first answers.
+    """The part of a plan for a round that ends with its first answers.
 
     Attributes:
         now_s: the simulated time at which the round ends.
-        concurrency: the clients that are at work at any time.
+        concurrency: the number of clients at work at any time.
         data: the JSON values of the stage after the round.
-        begun: the rounds whose weights somebody works from after this one.
-        ahead: work of later rounds that can be done already, as it depends on nothing that will happen.
-        counted: what the server averages of an answer's update.
+        begun: the rounds whose weights clients still work from after this round.
+        ahead: work of later rounds that can already be executed, as it depends on no future event.
+        counted: converts an answer's update into the one that the server averages.
     """
 
     now_s: float
@@ -152,9 +152,9 @@ class Answers:
 
 
 class Asynchronous:
-    """The part of a training stage whose rounds end with their first answers.
+    """Plans the rounds of a training stage that end with their first answers.
 
-    `received` names the tensor group that clients have received which began in a round before the present one.
+    `received` returns the name of the tensor group that clients received in an earlier round.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Asynchronous:
         concurrency: int,
         received: Callable[[int], str],
     ) -> None:
-        """Raises ValueError for rules that need everybody's answer, or answers to the same weights."""
+        """Raises ValueError for rules that need all clients' answers, or answers trained from the same weights."""
         check_rules(config, rules, population, concurrency)
         self.world, self.concurrency, self.key, self.received = world, concurrency, rules.key, received
         self.goes_on, self.max_staleness = config.asynchronous is not None, config.max_staleness
@@ -181,19 +181,19 @@ class Asynchronous:
 
     @property
     def most_versions(self) -> int:
-        """The most weights that live beside the newest, each as large as the model."""
+        """Largest number of older weights kept beside the newest, each as large as the model."""
         most = self.concurrency - 1 if self.goes_on else 0
         return most if self.max_staleness is None else min(most, self.max_staleness)
 
     def wanted(self, data: Mapping[str, Any], round_: int) -> tuple[int, frozenset[int], bool]:
-        """The size of a round's cohort, the clients that cannot be in it, and whether anybody is at work."""
+        """The size of a round's cohort, the clients that cannot be in it, and whether any client is at work."""
         at_work, stale = self._at_work(data, round_)
         free = self.concurrency - len(at_work)
         busy = frozenset(f.client_id for f in (*at_work, *stale))
         return free + (self.arrivals - 1 if self.goes_on else 0), busy, bool(at_work)
 
     def _at_work(self, data: Mapping[str, Any], round_: int) -> tuple[list[Flight], list[Flight]]:
-        """The clients at work, and those that are told to stop because what they have received is too old."""
+        """The clients at work, and those told to stop because the weights that they received are too old."""
         flights = [Flight(*values) for values in data.get(AT_WORK, [])]
         oldest = -1 if self.max_staleness is None else round_ - self.max_staleness
         return [f for f in flights if f.begun >= oldest], [f for f in flights if f.begun < oldest]
@@ -207,12 +207,11 @@ class Asynchronous:
         draw: Callable[[float, int, Collection[int], int], Cohort],
         assignments: Callable[[int, Cohort, Mapping[str, Any]], Mapping[int, Assignment]],
     ) -> tuple[list[Assignment], Answers]:
-        """The round's events as assignments in plan order, and what the round is.
+        """The round's events as assignments in plan order, and its `Answers`.
 
-        `draw` gives the cohort of so many clients, of which none is busy, that may begin at a time, where the first one
-        did not suffice; the last argument counts the draws. `assignments` makes the assignments of the clients that
-        begin in a round, of its number, a cohort and JSON values; they are asked for again after a resume, and have to
-        be the same.
+        `draw(time, count, busy, number)` draws a further cohort of clients that are not busy when the first one does
+        not suffice; `number` counts the draws. `assignments(round, cohort, data)` makes the assignments of a cohort
+        that begins in a round; it is called again after a resume, and must then return the same.
         """
         at_work, stale = self._at_work(data, round_)
         begun = {int(number): Begun.of(stored) for number, stored in data.get(BEGUN, {}).items()}
@@ -284,9 +283,9 @@ class Asynchronous:
             )
 
     def counted(self, old: Weights, received: Mapping[str | None, Weights]) -> Callable[[Assignment, Update], Update]:
-        """What the server averages of an update, given its weights, and those that clients have received by group.
+        """Returns a function that converts an update into the one that the server averages.
 
-        None is the group of the present round.
+        `old` are the server's weights, `received` those that clients received, by tensor group (None: this round's).
         """
         rule = self.rule
         assert rule is not None, "clients that are not waited for send nothing"
@@ -304,12 +303,12 @@ class Asynchronous:
         return replace(assignment, reads=self.received(flight.begun))
 
     def _from(self, round_: int, client_id: int, begun_s: float) -> Assignment:
-        """The assignment of a client that begins in a round at a time."""
+        """The assignment of a client that begins in a round, at a simulated time."""
         return replace(self._begun[round_][client_id], offline_s=online_for_s(self.world, client_id, begun_s))
 
     def _takes(self, assignment: Assignment) -> tuple[float, bool]:
-        """The simulated seconds of a client's work, and whether it answers then."""
-        from fedloom.platform.clients.execution import expected_s  # what only runs need
+        """The simulated seconds of a client's work, and whether it then answers."""
+        from fedloom.platform.clients.execution import expected_s  # only runs need it
         from fedloom.platform.clients.worker import Worker
 
         if not isinstance(assignment.task, AccountableTask):
@@ -323,13 +322,13 @@ class Asynchronous:
         deadline_s = math.inf if assignment.deadline_s is None else assignment.deadline_s
         if assignment.dropped:
             return (takes_s if assignment.deadline_s is None else deadline_s), False
-        # Nobody tells the server of a device that has gone offline: it is waited for.
+        # Nothing tells the server that a device has gone offline: it waits for the device.
         gone = assignment.offline_s is not None and assignment.offline_s < min(takes_s, deadline_s)
         return min(takes_s, deadline_s), not gone and takes_s <= deadline_s
 
 
 def check_rules(config: TrainingConfig, rules: Rules, population: int, concurrency: int) -> None:
-    """Raises ValueError for what does not go together with rounds that do not wait for all."""
+    """Raises ValueError for settings that cannot be combined with rounds that do not wait for all clients."""
     from fedloom.platform.clients.local_rules import local_rule
     from fedloom.platform.federation.selection import selection_traits
 

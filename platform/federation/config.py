@@ -64,7 +64,7 @@ class BudgetConfig:
 
 
 GENERATED = "generated"
-"""The value of `tiers.device_table` and of `devices.availability_table` for what is randomly generated."""
+"""The value of `tiers.device_table` and `devices.availability_table` for random generation."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class TiersConfig:
     rho_low: Annotated[float, PART, "share of random paths below the first inner bound"] = 0.0
     rho_high: Annotated[float, PART, "share of random paths below the last inner bound"] = 0.95
     upper_bounds: Annotated[
-        list[Annotated[float, POSITIVE]] | None, "upper bounds in units of cost, instead of rho"
+        list[Annotated[float, POSITIVE]] | None, "upper bounds in units of cost, instead of rho_low and rho_high"
     ] = None
     paths: Annotated[int, Interval(ge=1, le=10_000_000), "number of random paths that the bounds are computed from"] = (
         100_000
@@ -88,24 +88,25 @@ class TiersConfig:
         str, NOT_EMPTY, "cost measure of the budgets: one of macs, parameters, activation_bytes, latency_s"
     ] = "macs"
     cost_weights: Annotated[
-        dict[str, Annotated[float, ZERO_OR_MORE]], "a weighted sum of additive costs instead: tiers.cost_weights.macs=1"
+        dict[str, Annotated[float, ZERO_OR_MORE]],
+        "weights of a sum of additive costs, instead of cost: tiers.cost_weights.macs=1",
     ] = field(default_factory=dict)
     unsupported: Annotated[list[Annotated[str, NOT_EMPTY]] | None, "operators that cost infinity"] = None
     shares: Annotated[list[Annotated[float, PART]] | None, "share of the clients per tier; null: equal"] = None
     clients: Annotated[
-        list[Annotated[int, ZERO_OR_MORE]] | None, "the tier's index of each client, instead of shares"
+        list[Annotated[int, ZERO_OR_MORE]] | None, "index of each client's tier, from 0, instead of shares"
     ] = None
     tasks: Annotated[
         list[Annotated[str, NOT_EMPTY]] | None,
-        "each tier's labels: all, or coarser ones, the data set's own such as cifar100's coarse, or data.label_sets'; "
-        "null: all tiers have all",
+        "each tier's label set: all, a coarser one of the data set such as cifar100's coarse, or one of "
+        "data.label_sets; null: all for every tier",
     ] = None
     device_table: Annotated[
         str | None,
         PATH,
         "a file of devices (CSV, Parquet) or generated (by the partition's seed), instead of shares",
     ] = None
-    max_step_s: Annotated[float, POSITIVE, "device tables: seconds that a training step may take in a tier"] = 10.0
+    max_step_s: Annotated[float, POSITIVE, "device tables: seconds that a tier's training step may take"] = 10.0
     step_batch_size: Annotated[int, UP_TO_A_MILLION, "device tables: samples of that step"] = 32
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     num_gpus: Annotated[
@@ -138,7 +139,7 @@ class DevicesConfig:
     availability_period_s: Annotated[
         float | None,
         POSITIVE,
-        "seconds after which a table repeats (null: the whole days that it has), or of a generated day (null: 86400)",
+        "seconds after which a table repeats (null: its length in whole days), or of a generated day (null: 86400)",
     ] = None
     availability_share: Annotated[
         float, Interval(gt=0, lt=1), "generated: mean share of the day that a device is online"
@@ -151,7 +152,7 @@ class DevicesConfig:
     server_bytes_per_s: Annotated[
         float | None,
         POSITIVE,
-        "the server's link in each direction, shared by the clients of a round; null: it limits nobody",
+        "speed of the server's link in each direction, shared by the clients of a round; null: no limit",
     ] = None
     deadline_s: Annotated[
         float | None, POSITIVE, "simulated seconds after which a client is left out of its round; null: never"
@@ -212,24 +213,24 @@ class ExecutorConfig:
     stack_clients: Annotated[
         str,
         Text("auto, off, or a whole number from 1 to 999999", re.compile("auto|off|[1-9][0-9]{0,5}").fullmatch),
-        "clients that are trained as one batch where they train the same whole network; auto: many of small networks",
+        "clients trained as one batch if they train the same whole network; auto: the smaller the network, the more",
     ] = "auto"
     precision: Annotated[
         Literal["float32", "tf32", "bfloat16"],
-        "that of convolutions and matrix products: tf32 is float32 with TensorFloat-32 on GPUs, bfloat16 is autocast; "
-        "weights, updates, sums and the optimiser are float32",
+        "precision of convolutions and matrix products: tf32 is float32 with TensorFloat-32 on GPUs, bfloat16 is "
+        "autocast; weights, updates, sums and the optimiser are float32",
     ] = "float32"
     deterministic: Annotated[
-        bool, "only torch's deterministic algorithms; a client whose network has none for an operator on a GPU fails"
+        bool, "use only torch's deterministic algorithms; a client fails if a GPU operator of its network has none"
     ] = False
     memory_format: Annotated[
         Literal["auto", "contiguous", "channels_last"],
-        "of images and the kernels of convolutions; auto: the one that the space asks for",
+        "memory format of images and convolution kernels; auto: the one that the space asks for",
     ] = "auto"
     compile: Annotated[
         bool,
-        "training steps of networks that keep their architecture are compiled by torch, for batches of the full size; "
-        "seconds to a minute per network and process, which does not pay on the CPUs where it was measured",
+        "compile the training steps of networks that keep their architecture, for full batches; takes seconds to a "
+        "minute per network and process, which did not pay off on the CPUs where it was measured",
     ] = False
     client_timeout_s: Annotated[
         float, POSITIVE, Infinite(), "seconds after which a client counts as failed and is left out"
@@ -254,7 +255,7 @@ class RayConfig:
         float, ZERO_OR_MORE, "seconds that a run waits for other runs to free what it needs, or for a cluster to grow"
     ] = 300.0
     detached: Annotated[
-        bool, "on a cluster that runs already: the run goes on without its command, and fedloom attach finds it again"
+        bool, "on a running cluster: the run goes on without its command, and fedloom attach finds it again"
     ] = False
 
 
@@ -298,9 +299,9 @@ class RunConfig:
     dry_run: Annotated[bool, "train nothing: plan all rounds of the training stages and count their costs"] = False
     reuse_supernet: Annotated[
         bool,
-        "start from the trained supernet of an earlier run in the same results folder, if the configurations of its "
-        "training agree, otherwise store this run's supernet for later runs; the training's rows are those of the run "
-        "supernet_run_id in runs",
+        "start from the trained supernet of an earlier run in the same results folder with the same training "
+        "configuration, otherwise store this run's supernet for later runs; the training's rows are those of the run "
+        "that supernet_run_id in runs names",
     ] = False
     tensorboard: Annotated[bool, "also write TensorBoard event files, in the run's artefacts"] = False
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -77,7 +77,7 @@ class EventFiles:
         from tensorboardX.summary import text
 
         folder.mkdir(parents=True, exist_ok=True)
-        # Readers sort files by name, which has the time of opening in seconds; the step orders files of one second.
+        # Readers sort files by name, which holds the opening time in seconds; the step orders files of the same second.
         self._file = EventsWriter(str(folder / "events"), filename_suffix=f".{self.step:09d}")
         self._file.write_event(Event(step=self.step, session_log=SessionLog(status=SessionLog.START)))
         self._write(text(CONFIGURATION, f"```\n{json.dumps(config, indent=1)}\n```"), self.step)
@@ -117,7 +117,7 @@ class EventFiles:
 
 
 def scalars(rows: Sequence[Row]) -> dict[str, float]:
-    """The values of a round by tag: its columns as STAGE/COLUMN, its scores, its final ones as evaluation/MODEL/..."""
+    """A round's values by tag: its columns (STAGE/COLUMN), its scores, and its final scores (evaluation/MODEL/...)."""
     values: dict[str, float] = {}
     for table, row in rows:
         if table == "rounds":
@@ -130,9 +130,9 @@ def scalars(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def mean_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """A round's scores as STAGE/SPLIT/METRIC: the server's mean over architectures, or without any the clients'.
+    """A round's scores by tag STAGE/SPLIT/METRIC: the mean of the server's over architectures, or else of the clients'.
 
-    The last round of a stage has two, of the models before and after it: the later ones count.
+    The last round of a stage has scores of the models before and after it: the later ones count.
     """
     by_tag: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -147,7 +147,7 @@ def mean_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def final_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The server's scores by tag, or if only clients have scores their unweighted mean over clients."""
+    """The server's final scores by tag, or the unweighted mean over clients if only clients have scores."""
     central = [row for row in rows if row.get("client_id") is None]
     if central:
         return {_tag(row, _whose(row)): float(row["value"]) for row in central}
@@ -158,7 +158,7 @@ def final_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _whose(row: Mapping[str, Any]) -> str:
-    """The tier or target that a model is for, or without one its architecture."""
+    """The tier or target that a model is for, or its architecture if there is none."""
     tier = row.get("tier")
     return str(row.get("architecture")) if tier in (None, "server") else str(tier)
 

@@ -1,4 +1,4 @@
-"""How long a run will still take: the MACs that its stages expect, at the rate that was measured so far."""
+"""Estimates a run's remaining time from the MACs that its stages expect and the rate measured so far."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.method import Stage
 
 FURTHEST = 2.0
-"""A kind's rate is trusted for up to so many times the MACs that it was measured on: a small network's steps take
-longer per MAC than a large one's, and the first rounds of a kind are often those of the smallest tier."""
+"""The rate of a kind of stage is trusted for up to this multiple of the MACs that it was measured on: small networks
+take longer per MAC than large ones, and a kind's first rounds are often those of the smallest tier."""
 SHORT_S = 10.0
-"""In a first round that is shorter, starting the workers takes a good part, and says nothing of the rounds to come."""
+"""Seconds; a shorter first round predicts nothing, because starting the workers takes much of it."""
 MOST_MACS = 1e100
-"""More is a mistake, and could not be added up."""
+"""Upper limit of expected MACs: a larger value is a mistake, and such values could not be added up."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """Seconds that the current stage and the whole run will still take; None if that is not known."""
+    """Seconds that the current stage and the whole run will still take; None if unknown."""
 
     stage_s: float | None
     run_s: float | None
@@ -47,9 +47,9 @@ NOTHING = Measured()
 
 
 def macs_left(stage: Stage, state: RunState) -> float | None:
-    """What the stage expects; None as well for a user's stage that is written without `Stage`.
+    """The MACs that the stage expects; None if unknown, as for a user's stage that does not derive from `Stage`.
 
-    Raises ValueError if a user's stage expects what is no number.
+    Raises ValueError if a user's stage returns anything but None or a number from 0.
     """
     tell = getattr(stage, "macs_left", None)
     told: Any = None if tell is None else tell(state)
@@ -68,10 +68,10 @@ def kind_of(stage: Stage) -> str:
 class Forecast:
     """Estimates the time left from finished rounds: the MACs left times the seconds per MAC of that kind of stage.
 
-    A kind that has not run yet is expected to run at the rate of those that train, or score, as it does, which differ
-    by more than the passes of a step; without such at the rate of all others together. So is one that has hardly run
-    (see `FURTHEST`), but for the stage in progress, which goes on as it began. MACs are those that a stage expects, of
-    a middling network where clients will draw theirs: the error cancels where the kind was measured.
+    A kind that has not run yet, or hardly (see `FURTHEST`), is expected to run at the rate of the kinds that train if
+    it trains, or that score if it scores: these rates differ by more than the passes per step. Without such kinds, the
+    rate of all kinds together is used. The stage in progress keeps its own rate. A stage whose clients will draw their
+    networks expects the MACs of a mid-sized one: the error cancels if the kind was measured.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -87,7 +87,7 @@ class Forecast:
         self._later: list[tuple[Stage, float | None]] = []
 
     def begins(self, before: RunState) -> None:
-        """Takes down what is left before a round; what later stages expect changes with the current stage alone."""
+        """Records the MACs left before a round; those of later stages change only when the current stage changes."""
         if self._place[0] != before.stage:
             later = self._stages[before.stage + 1 :]
             self._later = [(stage, macs_left(stage, replace(before, round=0))) for stage in later]
@@ -95,13 +95,13 @@ class Forecast:
             self._macs = macs_left(self._stages[before.stage], before)
 
     def finished(self, after: RunState, seconds: float) -> None:
-        """Takes down how long the round took."""
+        """Records the round's duration in seconds."""
         stage = self._stages[after.stage]
         had, has = self._macs, macs_left(stage, after)
         macs = max(0.0, had - has) if had is not None and has is not None else 0.0
         kind, measured = kind_of(stage), Measured(seconds, macs, 1)
         self._all += measured
-        # The first round of a process also starts its workers and builds their networks: the second one tells more.
+        # The first round of a process also starts its workers and builds their networks: the second one replaces it.
         if self._warm_up == kind:
             self._of_kind.clear()
             self._of_stage.clear()
@@ -112,11 +112,11 @@ class Forecast:
 
     @property
     def is_known(self) -> bool:
-        """Whether the rounds so far tell how long others will take."""
+        """Whether the rounds so far suffice for an estimate."""
         return self._all.rounds > 1 or self._all.seconds >= SHORT_S
 
     def left(self, rounds_left: int) -> Left:
-        """The time left after the round that has finished, when its stage has `rounds_left` to come."""
+        """The time left after the last finished round, whose stage has `rounds_left` more rounds."""
         number, _ = self._place
         measured = self._of_stage[number]
         if self._macs is None or measured.macs == 0:

@@ -1,4 +1,4 @@
-"""Keys that were changed and have no effect beside the other keys of a run, which is said at its start."""
+"""Finds configuration keys that were changed but have no effect given a run's other keys; logged at its start."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -22,7 +22,7 @@ from fedloom.platform.words import shown
 
 
 class _Needs(NamedTuple):
-    """Keys, separated by spaces, that have an effect only if another key `has` certain values, which are `called`."""
+    """`keys` (separated by spaces) have an effect only if `has` is true of the key `other`; `called` names the case."""
 
     keys: str
     other: str
@@ -85,7 +85,7 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
         _Needs("fraction_bits survivors", "secure", _is_given, "secure aggregation"),
     ),
 }
-"""By the configuration that the keys are in."""
+"""By the configuration class that holds the keys."""
 
 
 def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
@@ -123,7 +123,7 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
 
 
 def _unstopped(config: RunConfig) -> Iterator[str]:
-    """Lines for keys of an early end without one, and for training stages that are not scored beside others."""
+    """Lines for `stop.*` keys without an early end, and for unscored training stages, which cannot end early."""
     stop = config.stop
     if not stop.is_set:
         for name in ("metric", "weights"):

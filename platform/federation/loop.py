@@ -49,12 +49,12 @@ class InterruptedRunError(RuntimeError):
 
 
 DIVERGED = "the training diverged"
-"""How the message of a failed run begins that resuming does not help."""
+"""How the message of a failed run begins if a resume would fail again."""
 _NOT_FINITE = re.compile(r"training loss is (nan|-?inf)|is not finite")
 AHEAD_PER_LANE = 4
-"""Clients per actor that are trained in one call, those of later rounds with them, where rounds have few answers."""
+"""Clients per actor that are trained in one call, including those of later rounds, if rounds have few answers."""
 AT_ONCE = "the round in progress was not finished and is lost"
-"""The message of a run that a KeyboardInterrupt has ended, which brings none."""
+"""The message of a run that a KeyboardInterrupt ended; the exception itself has none."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Validated:
 class RoundProgress:
     """A finished round as reported to `watch`, after it is safely on disk.
 
-    `metric` is the clients' accuracy on the split `metric_of` of their data, in training stages that of their own
-    networks on their training batches while they train, which says little about the averaged model.
-    `validated` is None unless the stage was scored on validation data. `left_s` estimates the seconds that the run will
-    still take, `stage_left_s` those of the stage; None if that is not known. `counted` is what the stage's rounds are.
-    `stopped` says why the stage ends before its last round, if it does; `may_end_early` whether this stage or a later
-    one may yet, so that the time left is at most what is estimated.
+    `metric` is the clients' accuracy on the split `metric_of` of their data; in training stages it is that of their own
+    networks on their training batches during training, which says little about the averaged model.
+    `validated` is None unless the stage was scored on validation data. `left_s` and `stage_left_s` estimate the
+    remaining seconds of the run and of the stage; None if unknown. `counted` is the plural noun for the stage's rounds.
+    `stopped` says why the stage ends before its last round, if it does; `may_end_early` says whether this stage or a
+    later one still may, so that the estimates are upper bounds.
     """
 
     stage: str
@@ -256,7 +256,7 @@ class Loop:
         )
 
     def _worked(self, stage: Stage, merged: RoundUpdate, work: PostRoundWork) -> RoundUpdate:
-        """The round after the server's further work."""
+        """Executes the server's further work and adds its result to the round's update."""
         result = self._after_round(stage, merged, work.plan)
         with stage_work(stage.name, merged.state.round):
             more = answered("merge", work.merge(merged.state, result), RoundUpdate)
@@ -270,13 +270,13 @@ class Loop:
         )
 
     def _evaluated(self, stage: Stage, merged: RoundUpdate, evaluation: PostRoundEvaluation) -> RoundUpdate:
-        """The round with what its evaluation has measured added."""
+        """Executes the round's evaluation and adds its measurements to the round's update."""
         result = self._after_round(stage, merged, evaluation.plan)
         with stage_work(stage.name, merged.state.round):
             return replace(merged, evaluations=[*merged.evaluations, *evaluation.evaluations(result)])
 
     def _after_round(self, stage: Stage, merged: RoundUpdate, planned: Plan) -> RoundResult:
-        """What the tasks return that are done on a round's new state."""
+        """Executes a plan on a round's new state and returns its results."""
         with stage_work(stage.name, merged.state.round):
             plan = checked_plan(planned, merged.state)
         result = self._execute(plan, merged.state)
@@ -310,14 +310,14 @@ class Loop:
     def _answered(
         self, plan: Plan, state: RunState, attempts: int, counted: Callable[[Assignment, Update], Update]
     ) -> RoundResult:
-        """As `_execute` for answers to the weights of several rounds, each of which is a chunk of its own.
+        """`_execute` for answers that start from the weights of several rounds; each answer is its own chunk.
 
-        What several actors have time for is done ahead: the same as when its round comes, as nothing changes it.
+        With several actors, work of later rounds is executed ahead; its result is the same as in its own round.
         """
         assert plan.answers is not None, "it has answers"
         for a in plan.assignments:
             if a.ignored is not None:
-                self._ahead.pop(_work(a), None)  # done ahead, and for nothing
+                self._ahead.pop(_work(a), None)  # executed ahead in vain
         todo = [a for a in plan.assignments if a.client_id is None or _work(a) not in self._ahead]
         ahead = [a for a in _with_states(plan.answers.ahead, state) if _work(a) not in self._ahead]
         lanes = self.executor.lanes
@@ -347,16 +347,17 @@ class Loop:
     def _check_failures(
         self, stage: str, round_: int, results: Sequence[ClientResult], rows: Sequence[Row], at_work: int = 0
     ) -> None:
-        """Raises RunFailedError for more failures than allowed, of the clients of the round or those `at_work`."""
+        """Raises RunFailedError if the server's work failed or too many clients, of the round's or of `at_work`."""
         failed = [r for r in results if counts_as_failed(r)]
         if not failed:
             return
         clients = [r for r in results if r.client_id is not None]
         server = next((r for r in failed if r.client_id is None), None)
         policy = self.execution.failures
-        if server is None and policy.policy != "stop" and len(failed) <= policy.max_share * max(len(clients), at_work):
+        tolerated = policy.max_share * max(len(clients), at_work) if policy.policy == "tolerate" else 0
+        if server is None and len(failed) <= tolerated:
             return
-        # The checkpoint first, because it covers all rows written before it.
+        # The checkpoint comes first, because it covers all rows written before it.
         self._save_unsaved()
         # The failed round's rows are written for inspection; a resumed run replaces them.
         self.recorder.submit(Record(rows, gpus=gpus_of(results)))
@@ -370,16 +371,17 @@ class Loop:
                 "clients are not finite, and would be again after a resume: start a new run with a lower learning rate "
                 "(lr), or with clipped gradients (clip_norm)"
             )
+        limit = f", at most {policy.max_share:.0%}" if policy.policy == "tolerate" else ""
         raise RunFailedError(
             f"{stage}, round {round_ + 1}: client {first.client_id} ({first.tier}) failed: {first.error} "
-            f"[{len(failed)} of {len(clients)} clients failed; policy {policy.policy}, at most {policy.max_share:.0%}; "
+            f"[{len(failed)} of {len(clients)} clients failed; policy {policy.policy}{limit}; "
             "their rows and tracebacks are in the table clients]"
         )
 
 
 @contextmanager
 def stage_work(stage: str, round_: int | None) -> Iterator[None]:
-    """Turns errors of a stage and of a user's code into a RunFailedError; other errors are fedloom's own mistakes.
+    """Turns errors of a stage and of a user's code into a RunFailedError; other errors are fedloom's own bugs.
 
     `round_` counts from 0; None is the stage's end.
     """
@@ -399,14 +401,14 @@ def stage_work(stage: str, round_: int | None) -> Iterator[None]:
 
 
 def answered(member: str, answer: T, kind: type[T]) -> T:
-    """What a member of a stage gave; ValueError if it is of another kind."""
+    """The value that a stage's member returned; ValueError if it is of another type."""
     if not isinstance(answer, kind):
         raise ValueError(f"the stage's {member} gives {answer!r:.60}: give {an(kind.__name__)}")
     return answer
 
 
 def checked_plan(plan: Plan, state: RunState) -> Plan:
-    """The plan; ValueError if it is not made of assignments, or names weights that the state does not hold."""
+    """Returns the plan; ValueError if it holds anything but assignments, or names a missing tensor group."""
     other = next((a for a in plan.assignments if not isinstance(a, Assignment)), None)
     if other is not None:
         raise ValueError(f"the stage's plan has {other!r:.60} among its assignments: give Assignments")
@@ -418,7 +420,7 @@ def checked_plan(plan: Plan, state: RunState) -> Plan:
 
 
 def _with_states(assignments: Sequence[Assignment], state: RunState) -> Sequence[Assignment]:
-    """The assignments with the clients' saved states, unless the stage has given them one."""
+    """The assignments with the clients' saved states, unless the stage has already set one."""
     if not any(name.startswith(CLIENT) for name in state.groups):
         return assignments
     return [
@@ -428,7 +430,7 @@ def _with_states(assignments: Sequence[Assignment], state: RunState) -> Sequence
 
 
 def _work(assignment: Assignment) -> tuple[str, int, int | None]:
-    """What identifies a client's work: it begins at most once in a round."""
+    """The key of a client's work, which is unique because a client begins at most once in a round."""
     return assignment.stage, assignment.round, assignment.client_id
 
 
@@ -447,7 +449,7 @@ def gpus_of(results: Iterable[ClientResult]) -> frozenset[str]:
 
 
 def rows_of(merged: RoundUpdate, names: Mapping[str, Any]) -> list[Row]:
-    """A stage's rows with stage and round added, those of its evaluations first; None stands for NaN."""
+    """An update's rows with stage and round added, its evaluations first; NaN becomes None."""
     measured = [{**vars(e), "round": names["round"] if e.round is None else e.round} for e in merged.evaluations]
     rows: list[Row] = [*(("evaluations", row) for row in measured), *merged.rows]
     return [
@@ -481,7 +483,8 @@ def merge_chunks(
 ) -> RoundResult:
     """Adds the chunks' sums in plan order, or collects their updates, and concatenates their results.
 
-    The sums of `together` consecutive chunks are added first, and then those: an executor may have done it.
+    Sums are added within groups of `together` consecutive chunks, then across groups; an executor may already have
+    added those of a group.
     """
     sums: Sums = KeptUpdates() if keeps_updates else WeightedSums()
     part = WeightedSums()
@@ -490,7 +493,7 @@ def merge_chunks(
         if isinstance(sums, KeptUpdates) and isinstance(result.sums, KeptUpdates):
             sums.merge(result.sums)
         elif isinstance(sums, WeightedSums) and isinstance(result.sums, WeightedSums):
-            (sums if together == 1 else part).merge(result.sums)  # those of a chunk that failed as a whole are empty
+            (sums if together == 1 else part).merge(result.sums)  # a chunk that failed as a whole has empty sums
             if together > 1 and number % together == 0:
                 sums.merge(part)
                 part = WeightedSums()

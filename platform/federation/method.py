@@ -1,9 +1,9 @@
-"""What a method declares, and what the loop asks of its stages.
+"""The interfaces of methods and stages: what a method declares, and what the loop calls on its stages.
 
 A method is a list of stages. A stage is a set of pure functions of the run's state: in every round it makes a plan, the
 plan's tasks are executed wherever the clients are, and their results are merged into the next state. Most methods need
-no stage of their own: `TrainingStage` is the round of FedAvg, and a method fills in the initial weights and what a
-client does.
+no stage class of their own: `TrainingStage` implements the FedAvg round, and a method supplies the initial weights and
+the clients' tasks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Method:
         own: for cross-silo methods, each silo's personal state.
         searchable: whether its runs store a supernet that `fedloom search` can search for new targets.
         shared_training: the training that runs of a configuration can share; None if there is none.
-        needs: given a space and the method's name, raises ValueError if it cannot use the space; asked before data is
+        needs: given a space and the method's name, raises ValueError if it cannot use the space; called before data is
             prepared, which may take minutes.
         tasks: whether tiers may have different tasks (`tiers.tasks`).
     """
@@ -85,19 +85,19 @@ class Stage(Protocol):
 
     @property
     def trains(self) -> bool:
-        """Whether clients train in it; otherwise networks are scored."""
+        """Whether clients train in this stage; otherwise it scores networks."""
         return False
 
     @property
     def counted(self) -> str:
-        """What its rounds are to people, in the plural."""
+        """The plural noun for its rounds in messages."""
         return "rounds"
 
     def macs_left(self, state: RunState) -> float | None:  # noqa: ARG002
-        """The MACs that are expected from this state on, from which the time left is estimated; None if unknown.
+        """The MACs expected from this state on, from which the time left is estimated; None if unknown.
 
-        They are those of forward passes, and `TRAINING_FACTOR` times those where clients train. For a stage to come,
-        the state is an earlier stage's (with round 0), without what `begin` will add to it.
+        Scoring counts the MACs of its forward passes, training `TRAINING_FACTOR` times those of its own. For a later
+        stage, the state is that of an earlier stage (with round 0), without what `begin` will add to it.
         """
         return None
 

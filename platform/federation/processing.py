@@ -1,4 +1,4 @@
-"""What the server makes of a round's updates: it undoes processors, takes the mean and applies the server rule."""
+"""The server's side of a round: it undoes the processors, averages the updates and applies the server rule."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.slices import SliceMap, Weights
 
 SIMULATED = 64
-"""Simulated cohorts from which the expected coverage of scalars is found."""
+"""Number of simulated cohorts from which the expected coverage of scalars is estimated."""
 
 TasksOf = Callable[[int, tuple[int, ...]], Sequence[Any]]
-"""The tasks of a simulated cohort, of its index and clients in plan order."""
+"""Makes the tasks of a simulated cohort from its index and its clients in plan order."""
 
 
 class Processing:
-    """A stage's processors with what they need to know of its rounds."""
+    """A stage's processors, and the context that they need in its rounds."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Processing:
         if privacy.clip is not None or privacy.secure or privacy.noise:
             self.processors += privacy_processors(world, config, rules, stage, eligible)
         if world.attackers:
-            from fedloom.platform.averaging.attacks import Attackers  # what only attacked runs need
+            from fedloom.platform.averaging.attacks import Attackers  # only attacked runs need it
 
             check_attack(world.attack, world.config.attack.name, config, rules)
             attackers = Attackers(world.attack, world.attackers, needs_updates=world.attack.colludes)
@@ -95,7 +95,7 @@ class Processing:
             )
 
     def context(self, round_: int, old: Weights, data: Mapping[str, Any]) -> ServerContext:
-        """A round, from the shared weights and the run's JSON values before it."""
+        """The processors' context of a round, from the shared weights and the run's JSON values before it."""
         return ServerContext(
             stage=self.stage,
             round=round_,
@@ -107,7 +107,7 @@ class Processing:
         )
 
     def sent(self, context: ServerContext) -> Weights | None:
-        """All shared tensors as clients receive them in the context's round; None: as they are."""
+        """All shared tensors as clients receive them in the context's round; None if no processor changes them."""
         sent = {name: tensor for name, tensor in context.old.items() if name in self.parameters}
         changed = False
         for each in self.processors:
@@ -119,7 +119,7 @@ class Processing:
     def begun(
         self, context: ServerContext, tasks: Sequence[Task], client_ids: Sequence[int]
     ) -> tuple[Sequence[Task], Processors]:
-        """The round's tasks with its processors, and these; ValueError for tasks that cannot have any."""
+        """The round's tasks with its processors added, and the processors; ValueError for tasks that take none."""
         if not self.processors:
             return tasks, ()
         checked = [self._checked(task) for task in tasks]
@@ -166,8 +166,8 @@ class Processing:
     ) -> Averaged:
         """The mean of the round's updates, with its processors undone in reverse.
 
-        `singly` names tensors of which one update is enough (`WeightedSums.finish`); `tasks_of` simulates cohorts.
-        `sent` is what clients have received instead of the context's weights, if their parameters differ.
+        `singly` names tensors for which one update is enough (`WeightedSums.finish`); `tasks_of` makes the tasks of
+        simulated cohorts. `sent` are the weights that clients received, if these differ from the context's.
         """
         answered = [r.client_id for r in results if r.client_id is not None and r.status == "ok"]
         expected_weights = partial(self._expected_weights, context.old, tasks_of)
@@ -198,7 +198,7 @@ class Processing:
         return self._expected
 
     def _simulated(self, tasks_of: TasksOf) -> Iterator[list[tuple[SliceMap, float]]]:
-        """Slices and weights of simulated cohorts: no client's data, and nobody's participation."""
+        """Slices and weights of simulated cohorts, which depend on no client's data or actual participation."""
         size = min(expected_size(self.config, len(self.eligible)), len(self.eligible))
         for index in range(SIMULATED):
             rng = stream(self.world.config.seed_for("selection"), "expected", self.stage, index)
@@ -208,7 +208,7 @@ class Processing:
 
 
 def check_attack(attack: Attack, name: str, config: TrainingConfig, rules: Rules) -> None:
-    """Raises ValueError for attackers that see each other's updates beside what gives the server nothing but sums."""
+    """Raises ValueError for colluding attackers if the configuration gives the server only sums of updates."""
     if not attack.colludes:
         return
     if config.privacy.secure or config.privacy.clip is not None or config.privacy.noise:
@@ -223,7 +223,7 @@ def check_attack(attack: Attack, name: str, config: TrainingConfig, rules: Rules
 
 
 def from_exact(averaged: Averaged, sent: Weights, exact: Weights, parameters: Container[str]) -> Averaged:
-    """The exact weights plus the mean change from the sent ones, where clients cover them."""
+    """The server's exact weights plus the mean change from the sent weights, where clients cover them."""
     weights = dict(averaged.weights)
     for name, before in exact.items():
         if name in parameters:
@@ -235,7 +235,7 @@ def from_exact(averaged: Averaged, sent: Weights, exact: Weights, parameters: Co
 
 
 class Server:
-    """The server's step of a training stage: its server rule for the trained tensors, its local rule's for the shared.
+    """The server's step of a training stage: the server rule for trained tensors, the local rule's for shared ones.
 
     `parameters` are the names of the trained tensors.
     """
@@ -244,14 +244,14 @@ class Server:
         self.rules, self.parameters, self.local_rule = rules, parameters, local_rule(rules.local)
 
     def shared(self, weights: Weights) -> dict[str, str]:
-        """The names of the tensors that the local rule shares, and of the parameters to which they belong."""
+        """Maps the names of the tensors that the local rule shares to the parameters to which they belong."""
         parameters = [name for name in weights if name in self.parameters] if self.local_rule.shared else []
         return {place_of(slot, name): name for slot in self.local_rule.shared for name in parameters}
 
     def step(
         self, old: Weights, averaged: Averaged, state: Weights, about: ServerRound
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """The weights after a round and the server's state (`serve`); without any rule they are the average."""
+        """The weights after a round and the server's state (`serve`); without any rule the average and no state."""
         steps: dict[str, tuple[str, ServerRule]] = {}
         if self.rules.server.name != "replace":
             rule = SERVER_RULES.make(self.rules.server)
@@ -266,11 +266,11 @@ class Server:
 logger = logging.getLogger(__name__)
 
 LEAST_NOISE = 0.1
-"""Of accountant pld: below it an interval of 1e-4 takes more than a gigabyte of memory, for an epsilon above 100."""
+"""Least noise for accountant pld: below it an interval of 1e-4 takes over a gigabyte, for an epsilon above 100."""
 
 
 def check_privacy(config: TrainingConfig, rules: Rules) -> None:
-    """Raises ValueError for rules with which a client's influence has no bound, or is not accounted for."""
+    """Raises ValueError for rules under which a client's influence is unbounded or not accounted for."""
     privacy, key = config.privacy, rules.key
     if privacy.secure:
         if (
@@ -311,7 +311,7 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
         )
     if privacy.accountant == "pld" and sampling == "uniform":
         raise ValueError(f"{key}.privacy.accountant=pld knows selection=poisson and all, not uniform: use rdp")
-    # With everybody in every round, all rounds together are one round of less noise.
+    # If all clients take part in every round, all rounds together equal one round with less noise.
     together = privacy.noise / math.sqrt(config.rounds or 1) if sampling == "all" else privacy.noise
     if privacy.accountant == "pld" and 0 < together < LEAST_NOISE:
         raise ValueError(
@@ -330,11 +330,12 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
 def privacy_processors(
     world: World, config: TrainingConfig, rules: Rules, stage: str, eligible: np.ndarray
 ) -> Processors:
-    """The processors of a stage's `privacy`, after those of its configuration.
+    """The processors of a stage's `privacy`, which follow its configured processors.
 
-    Raises ValueError for what has no privacy; so do devices that are away, as nobody's probability is known.
+    Raises ValueError for settings without privacy, and for devices that may be away, as no client's probability of
+    selection is then known.
     """
-    from fedloom.platform.averaging.secure import SecureAggregation  # what only private runs need
+    from fedloom.platform.averaging.secure import SecureAggregation  # only private runs need it
     from fedloom.platform.clients.objectives import OBJECTIVES, MaskedClasses
 
     check_privacy(config, rules)

@@ -53,8 +53,8 @@ class Recorder:
     ) -> None:
         """`config` is stored in every checkpoint, which cannot be resumed with another configuration.
 
-        `stored` is called when a round and its state are on the disk, and nothing changes there; it raises an error if
-        the run is not to go on. `sent` is called with a round's rows after that.
+        `stored` is called when a round and its state are on disk and nothing is being written; it raises an error to
+        stop the run. `sent` is then called with the round's rows.
         """
         self.stored, self.sent = stored, sent
         self.events = events or NoEvents()

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 HISTORY, MEMORY = "history", "selection"
 """JSON values of the current stage: its clients' history, and what its selection rule remembers."""
 AT_WORK, BEGUN = "at_work", "begun"
-"""Others, of asynchronous rounds: the clients at work, and the rounds in which they have begun."""
+"""JSON values of asynchronous rounds: the clients at work, and the rounds in which they began."""
 FEW = 4
-"""Clients that a rule is tried on where a round has all of them."""
+"""Number of clients on which a rule is tested if rounds take all clients."""
 DRAWS_PER_CLIENT = 50
-"""Draws per wanted client before a cohort stays incomplete because too few devices are available."""
+"""Draws per wanted client, after which a cohort stays incomplete because too few devices are available."""
 
 
 # -- the server's history of clients -----------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ _FIELDS = tuple(f.name for f in fields(ClientRecord))
 
 
 def recorded(values: Mapping[str, list[Any]], round_: int, results: Iterable[ClientResult]) -> dict[str, list[Any]]:
-    """The history's JSON values after a round, in which the records of its clients alone are changed."""
+    """The history's JSON values after a round; only the records of its clients change."""
     after = dict(values)
     for result in results:
         if result.client_id is None:
@@ -104,7 +104,7 @@ def packed(history: History) -> dict[str, list[Any]]:
 
 
 def unpacked(values: Mapping[str, list[Any]]) -> dict[int, ClientRecord]:
-    """The inverse of `packed`, also of records from before the last fields were added."""
+    """The inverse of `packed`; also reads older records that lack the last fields."""
     return {int(client): ClientRecord(**dict(zip(_FIELDS, row, strict=False))) for client, row in values.items()}
 
 
@@ -113,18 +113,18 @@ def unpacked(values: Mapping[str, list[Any]]) -> dict[int, ClientRecord]:
 
 @dataclass(frozen=True)
 class Cohort:
-    """What a selection rule returns: who takes part in a round, and what it asks of single ones.
+    """What a selection rule returns: the clients of a round, and the epochs and shares that it sets for single clients.
 
     Attributes:
         client_ids: the selected clients, ascending.
-        probability: with which each was selected; NaN (null in the tables) if it is unknown: with limited availability
-            it depends on which other clients are available, and not every registered client is checked.
-        reason, reasons: why, for the table `clients`; `reasons` overrides `reason` for single clients.
-        memory: JSON values for the rule itself, which finds them in the next round's `Choice.memory`; they are part of
-            the checkpoint. What is not returned again is forgotten.
-        epochs: for single clients another number of passes over their data than `method.train.epochs`.
-        sends: for single clients the share, above 0 and at most 1, of their parameters' changes that they send, the
-            largest ones. It and `epochs` are for clients that do the task `Train`; others are refused.
+        probability: of each client's selection; NaN (null in the tables) if unknown: with limited availability it
+            depends on which other clients are available, and not every registered client is checked.
+        reason, reasons: why clients were selected, for the table `clients`; `reasons` overrides `reason` by client id.
+        memory: JSON values that the rule receives in the next round's `Choice.memory`; they are part of the checkpoint.
+            Values that are not returned again are forgotten.
+        epochs: by client id, the number of passes over its data if it differs from `method.train.epochs`.
+        sends: by client id, the share (above 0, at most 1) of its parameters' changes that it sends: the largest ones.
+            Like `epochs` it is for clients with the task `Train`; other tasks raise ValueError.
     """
 
     client_ids: tuple[int, ...]
@@ -153,10 +153,10 @@ class Choice:
         available: whether a client's device is available in this round.
         history: the server's history of earlier participants in this stage.
         num_samples: a client's number of training samples.
-        memory: the JSON values that the rule left in its last cohort, empty in a stage's first round.
-        epochs: the passes of a client over its data that the stage asks for.
+        memory: the JSON values that the rule returned in its last cohort, empty in a stage's first round.
+        epochs: the stage's number of passes of a client over its data.
         device: a client's simulated device.
-        tiers_of, sizes_of: find `tiers` and `sizes`, which are as long as `eligible`.
+        tiers_of, sizes_of: map client ids to tier indices and sample counts, for the properties `tiers` and `sizes`.
     """
 
     round: int
@@ -194,9 +194,9 @@ class Choice:
         return eligible and (self.always or self.available(client_id))
 
     def draw_by(self, weights: np.ndarray, size: int) -> tuple[int, ...]:
-        """Draws `size` distinct available clients, one after the other in proportion to the weights (as `eligible`).
+        """Draws `size` distinct available clients in turn, in proportion to `weights`, one per eligible client.
 
-        The cost grows with the number of eligible clients, not with Python's loops over them.
+        The cost grows with the number of eligible clients, but without a Python loop over all of them.
         """
         # The order of log(weight) + Gumbel noise is that of successive draws (Efraimidis and Spirakis 2006).
         with np.errstate(divide="ignore"):
@@ -211,7 +211,7 @@ class Choice:
         return tuple(sorted(taken))
 
     def drawn_by(self, weights: Mapping[int, float], size: int) -> list[int]:
-        """Draws `size` of these clients, one after the other in proportion to their weights; those of 0 come last."""
+        """Draws `size` of these clients in turn, in proportion to their weights; clients of weight 0 come last."""
         ids = sorted(weights)
         size = min(size, len(ids))
         if not size:
@@ -260,11 +260,11 @@ class SelectionTraits:
     """What a selection rule declares with `declares`; a rule that declares nothing has the defaults.
 
     Attributes:
-        needs_history: whether it uses the server's history, which is kept for such rules alone.
+        needs_history: whether it uses the server's history, which is kept only for such rules.
         needs_loss_norm: whether clients report the root mean square of their samples' losses.
-        sampling: how it samples clients, where every client's probability is known (differential privacy needs it).
-        shortens_updates: whether it lets clients send a part of their changes (`Cohort.sends`).
-        same_round: whether it takes clients to answer in the round in which they are selected.
+        sampling: how it samples, if every client's probability is known, as differential privacy requires; else None.
+        shortens_updates: whether it lets clients send only a part of their changes (`Cohort.sends`).
+        same_round: whether it relies on clients answering in the round in which they are selected.
     """
 
     needs_history: bool = True
@@ -296,7 +296,7 @@ def all_available(choice: Choice) -> Cohort:
 
 @declares(SelectionTraits(needs_history=False, sampling="poisson"))
 def poisson(choice: Choice) -> Cohort:
-    """Selects every client independently with probability `size` / clients, as differential privacy's analysis asks.
+    """Selects every client independently with probability `size` / clients, as differential privacy's analysis assumes.
 
     A cohort may be larger than `size`, or empty. The cost grows with the cohort, not with the registered clients.
     """
@@ -322,14 +322,14 @@ def selection_traits(name: str) -> SelectionTraits:
 def select(choice: Choice, rule: ComponentSpec) -> Cohort:
     """The cohort that a rule chooses.
 
-    Raises PluginError for a user's rule that does not return distinct eligible clients, at most `choice.size`.
+    Raises PluginError if a user's rule does not return distinct eligible clients, at most `choice.size` of them.
     """
     name, answer = rule.name, SELECTION_RULES.make(rule)(choice)
     if name in SELECTION_RULES.known and isinstance(answer, Cohort):
         return answer
     blame = f"selection rule {name!r}"
     try:
-        # A generator's own errors come only now.
+        # A rule that is a generator raises its errors only here.
         with blaming("selection rule", name, spare=TypeError):
             cohort = answer if isinstance(answer, Cohort) else Cohort(tuple(answer), reason=name)
             client_ids = tuple(sorted(index(c) for c in cohort.client_ids))
@@ -366,7 +366,7 @@ def check_selection(rule: ComponentSpec, size: int | None) -> None:
 
 
 def first_online_s(world: World, client_ids: np.ndarray, now_s: float) -> float:
-    """The simulated time from now at which the first of these clients' devices is online."""
+    """The first simulated time from `now_s` on at which any of these clients' devices is online."""
     if world.availability is None or not len(client_ids):
         return now_s
     return world.availability.first_on_s(client_ids, now_s)
@@ -387,9 +387,9 @@ def choose_cohort(
     busy: Collection[int] = (),
     draw: int = 0,
 ) -> Cohort:
-    """The cohort chosen by a selection rule among the devices that are online at `now_s`, and not `busy`.
+    """The cohort that a selection rule chooses among the clients that are online at `now_s` and not `busy`.
 
-    All draws depend only on the selection seed, stage, round and client, and on the number of the round's `draw`.
+    All draws depend only on the selection seed, stage, round and client, and on `draw`, the draw's number in the round.
     """
     places = (stage, round_, draw) if draw else (stage, round_)
     seed, availability = world.config.seed_for("selection"), world.availability
@@ -421,7 +421,7 @@ def choose_cohort(
     cohort = select(choice, rule)
     if (availability is None and not busy) or len(cohort.client_ids) >= min(size, len(eligible) - len(busy)):
         return cohort
-    # Where few are online and free, draws among all clients find too few of them: these are listed instead.
+    # If few clients are online and free, draws among all clients find too few of them: the rule gets a list of them.
     free = np.setdiff1d(eligible, [*busy]) if busy else eligible
     listed = choice.among(free if availability is None else availability.on_of(free, now_s))
     return select(replace(listed, rng=stream(seed, "select", *places)), rule)
@@ -430,11 +430,11 @@ def choose_cohort(
 def simulated_devices(
     world: World, stage: str, round_: int, client_ids: Sequence[int], at_work: int | None = None
 ) -> list[DeviceProfile]:
-    """The clients' devices in a round: with its jitter, and with their shares of the server's link.
+    """The clients' devices in a round, with the round's jitter and with their shares of the server's link.
 
-    The shares are those of a round whose clients all transfer all the time: each client's time is known without the
-    others', which a deadline needs, and is no shorter than on a link that is shared anew whenever a transfer ends.
-    Where others transfer as well, of `at_work` clients in all, each has an equal part of it.
+    The shares assume that all of the round's clients transfer all the time: each client's time is then known without
+    the others', as a deadline requires, and no shorter than if the link were shared anew whenever a transfer ends.
+    If clients of other rounds transfer as well, each of the `at_work` clients has an equal share.
     """
     devices, profiles = world.config.devices, [world.profile(c) for c in client_ids]
     if devices.jitter:
@@ -471,10 +471,10 @@ def for_client(
     profile: DeviceProfile | None = None,
     starts_s: float | None = None,
 ) -> Assignment:
-    """One client's assignment, with its simulated device, whether that drops out, and when it goes offline.
+    """One client's assignment, with its simulated device, whether this drops out, and when it goes offline.
 
-    `profile` is its device in this round (see `simulated_devices`), by default as it is at any time. `starts_s` is the
-    simulated time at which it starts; None for work that devices do not go offline in.
+    `profile` is its device in this round (see `simulated_devices`), by default without jitter and link shares.
+    `starts_s` is the simulated time at which it starts; None for work during which devices do not go offline.
     """
     profile = world.profile(client_id) if profile is None else profile
     dropped = ""
@@ -501,7 +501,7 @@ def for_client(
 
 
 def online_for_s(world: World, client_id: int, starts_s: float | None) -> float | None:
-    """Seconds from a start to when the client's device goes offline; None if it never does, or it does not matter."""
+    """Seconds from `starts_s` until the client's device goes offline; None if it never does or `starts_s` is None."""
     if world.availability is None or starts_s is None:
         return None
     off_s = world.availability.off_at(client_id, starts_s)
@@ -514,7 +514,7 @@ def for_server(stage: str, round_: int, task: Task, *, reads_test: bool = False)
 
 
 def as_asked(task: Task, cohort: Cohort, client_id: int) -> Task:
-    """The client's task with what the selection rule asks of this client; ValueError if it cannot be asked for that."""
+    """The client's task with the epochs and share that the rule sets for it; ValueError for tasks that take none."""
     epochs, share = cohort.epochs.get(client_id), cohort.sends.get(client_id)
     if epochs is None and share is None:
         return task
@@ -531,7 +531,7 @@ def as_asked(task: Task, cohort: Cohort, client_id: int) -> Task:
 
 @dataclass(frozen=True)
 class Selection:
-    """The selection of a training stage's cohorts of `size` clients (None: all) among those that may take part."""
+    """Selects a training stage's cohorts of `size` clients (None: all) from the clients that may take part."""
 
     world: World
     stage: str
@@ -563,7 +563,7 @@ class Selection:
     ) -> Cohort:
         """The cohort of a round, given the run's JSON values and the simulated time before it.
 
-        `size` is another than the rounds', at most as many as are there beside those that are `busy`.
+        `size` overrides the stage's cohort size, up to the number of clients that are not `busy`.
         """
         rule = self.rule
         if size is not None:
@@ -585,6 +585,6 @@ class Selection:
     def after_round(
         self, round_: int, data: Mapping[str, Any], memory: Mapping[str, Any] | None, results: Sequence[ClientResult]
     ) -> dict[str, Any]:
-        """The JSON values after a round: the history with its clients, and what the rule remembers."""
+        """The JSON values after a round: the history with its clients, and the rule's memory."""
         values: dict[str, Any] = {HISTORY: recorded(data[HISTORY], round_, results)} if self._keeps_history else {}
         return values if memory is None else {**values, MEMORY: dict(memory)}

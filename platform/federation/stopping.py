@@ -1,4 +1,4 @@
-"""When a training stage ends before its last round, and with which weights: its scores on validation data decide."""
+"""Early stopping: scores on validation data decide when a training stage ends and which weights it keeps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from fedloom.platform.clients.assignments import Evaluation
 
 ROUNDING = 1e-12
-"""A mean of several scores may fall short of a target that it equals by so much."""
+"""Tolerance of a target: the mean of several scores may miss it by a rounding error."""
 
 
 @dataclass
 class StopConfig:
-    """An early end of training stages that are scored on validation data (`evaluate_every` above 0).
+    """Early stopping of training stages that are scored on validation data (`evaluate_every` above 0).
 
-    Every such stage is judged by itself, by the mean of its scores: the server's, or without those the clients'.
+    Each stage is judged separately, by the mean of the server's scores, or of the clients' if the server has none.
     """
 
     metric: Annotated[Literal["accuracy", "loss"], "the score on validation data that decides: accuracy or loss"] = (
         "accuracy"
     )
     patience: Annotated[
-        int | None, ONE_OR_MORE, "a stage ends after so many evaluations in a row that are no better; null: never"
+        int | None, ONE_OR_MORE, "a stage ends after this many evaluations in a row without improvement; null: never"
     ] = None
     target: Annotated[
         float | None,
@@ -37,7 +37,7 @@ class StopConfig:
     ] = None
     weights: Annotated[
         Literal["best", "last"],
-        "with patience or target, the weights that a stage ends with: of its best evaluation or of its last round",
+        "with patience or target: the weights that a stage ends with, of its best evaluation or of its last round",
     ] = "best"
 
     @property
@@ -57,7 +57,7 @@ def reaches(metric: str, value: float, target: float) -> bool:
 
 
 class Score(NamedTuple):
-    """A mean score, and the number of rounds after which it was measured; NaN if all scores are."""
+    """A mean score (NaN if all scores are NaN), and the number of rounds after which it was measured."""
 
     value: float
     rounds: int
@@ -81,12 +81,12 @@ def latest_score(evaluations: Sequence[Evaluation], round_: int, metric: str) ->
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the evaluations of a stage say so far.
+    """The result of a stage's evaluations so far.
 
     Attributes:
         best: the best score; None before the first one that is a number.
-        rounds: the number of rounds after which that was measured.
-        since: evaluations since then, none of which was better.
+        rounds: the number of rounds after which the best score was measured.
+        since: the number of evaluations since then, none of them better.
         stopped: why the stage ends; empty if it goes on.
     """
 
@@ -113,10 +113,10 @@ class Judgement:
 
 
 def check_stop(stop: StopConfig, objective: str, keys: Sequence[str], *, is_scored: bool) -> None:
-    """Raises ValueError if stages are to end by their scores and cannot.
+    """Raises ValueError if early stopping is configured and cannot work.
 
-    `objective` is its name; `keys` are the configuration keys of the method's training stages, `is_scored` says whether
-    one of them is scored.
+    `objective` is the objective's name; `keys` are the configuration keys of the method's training stages; `is_scored`
+    says whether one of them is scored.
     """
     if not stop.is_set:
         return
@@ -134,6 +134,6 @@ def check_stop(stop: StopConfig, objective: str, keys: Sequence[str], *, is_scor
 
 
 def check_scored(stop: StopConfig, key: str, *, names_some: bool) -> None:
-    """Raises ValueError if a stage is to end by its scores, and its `key` names nothing to be scored."""
+    """Raises ValueError if early stopping is configured and the stage's `key` names nothing to score."""
     if stop.is_set and not names_some:
         raise ValueError(f"{key}: nothing is scored on validation data, so that stop.* cannot end the stage; name some")

@@ -1,4 +1,4 @@
-"""Several tasks at once: the labels that the clients of every tier have (FedorAS, App. H)."""
+"""Several tasks in one run: the label set of each tier's clients (FedorAS, App. H)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 ALL = "all"
 """The name of the data set's own classes."""
 MOST_NAMED = 3
-"""Classes whose names make a name together."""
+"""Largest number of classes whose names are joined into one."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks of a run: their names, and the index of every tier's; without names all tiers have the same task."""
+    """The tasks of a run: their names, and the index of each tier's task; without names all tiers share one task."""
 
     names: tuple[str, ...] = ()
     of_tier: tuple[int, ...] = ()
     labels: tuple[LabelSet, ...] = ()
-    """The classes of every task."""
+    """The label set of each task."""
 
     def of_same(self, tier: int, tier_of_client: np.ndarray) -> np.ndarray:
         """The ids of the clients of a tier and above that have its task, ascending."""
@@ -88,7 +88,8 @@ def task_names(config: RunConfig, tiers: int) -> tuple[str, ...]:
 def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
     """The data set's label sets by name: all of its classes, its own coarser ones, and those of `data.label_sets`.
 
-    Raises ValueError for one of `data.label_sets` that is no list of a class for each of the data set's.
+    Raises ValueError for an entry of `data.label_sets` whose name is taken, or that does not list one class for each
+    class of the data set.
     """
     classes = dataset.num_classes
     known = {ALL: LabelSet(tuple(range(classes)), dataset.class_names), **dataset.label_sets}
@@ -101,6 +102,6 @@ def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
 
 
 def _names(name: str, of: Sequence[int], classes: Sequence[str]) -> tuple[str, ...]:
-    """Names of coarser classes: what they join, such as `0 + 1`, or if that is much the label set's with a number."""
+    """Names of coarser classes: the joined names, such as `0 + 1`, or if too many the label set's name and a number."""
     joined = [[c for c, label in zip(classes, of, strict=True) if label == coarse] for coarse in range(1 + max(of))]
     return tuple(" + ".join(of_one) if len(of_one) <= MOST_NAMED else f"{name} {k}" for k, of_one in enumerate(joined))

@@ -1,4 +1,4 @@
-"""Tiers: what architectures cost, the tiers' bounds, the clients and devices in them, and the clients' budgets."""
+"""A run's tiers: the costs of architectures, the tiers' bounds, their clients and devices, and the clients' budgets."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from fedloom.tiers.tier import (
 
 @dataclass(frozen=True)
 class RunCosts:
-    """Cost tables of paths in the unit of the tiers' budgets, and in MACs; stored, as latency measurements vary."""
+    """Cost tables in the unit of the tiers' budgets and in MACs; they are stored because latency measurements vary."""
 
     budget: CostTable
     macs: CostTable
 
 
 def measure_costs(config: TiersConfig, space: SearchSpace) -> RunCosts:
-    """The configured tables: one measure or a weighted sum of several, with infinite cost of unsupported operators."""
+    """The configured tables: one measure or a weighted sum of several; unsupported operators cost infinity."""
     if config.cost_weights:
         names = sorted(config.cost_weights)
         table = combine([space.cost_table(n) for n in names], [config.cost_weights[n] for n in names])
@@ -104,7 +104,7 @@ TOP_TIER_MACS_PER_S = 2e10
 def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) -> tuple[Tier, ...]:
     """The tiers with their bounds, computed from random paths or taken from the configuration.
 
-    Where all architectures cost the same, as in a space of one network, there is nothing to split: one tier.
+    If all architectures cost the same, as in a space of one network, there is nothing to split and only one tier.
     """
     tiers = config.tiers
     if tiers.upper_bounds is not None:
@@ -121,7 +121,7 @@ def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) ->
 
 @lru_cache(maxsize=4)
 def sampled_costs(genome: Genome, table: CostTable, paths: int) -> np.ndarray:
-    """Costs (paths,) of uniformly drawn architectures, for any seed the same: tiers are a property of the space."""
+    """Costs, of shape (paths,), of uniformly drawn paths; the same for any seed, as tiers belong to the space."""
     return table.costs(genome.draw(paths, stream(0, "tier_bounds")))
 
 

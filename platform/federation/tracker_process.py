@@ -1,8 +1,8 @@
-"""A process that passes the rounds of a run on to one experiment tracker, as messages on its standard input tell it.
+"""A process that forwards a run's rounds, read as messages from standard input, to one experiment tracker.
 
-A process of its own, because trackers hook into exits and signals, print, take locks, and hang without a network: none
-of that reaches the run. It needs the standard library and the tracker's package alone. Every message is one line of
-JSON, and so is every answer; an answer with `error` says in one line what the tracker has raised.
+It is a separate process because trackers hook into exits and signals, print, take locks, and hang without a network:
+none of that reaches the run. It needs only the standard library and the tracker's package. Every message and every
+answer is one line of JSON; an answer with `error` holds the tracker's exception in one line.
 """
 
 import importlib
@@ -16,33 +16,33 @@ from typing import Any, Protocol
 
 LONGEST_ERROR = 300
 MOST_PARAMS = 100
-"""Parameters that MLflow takes at once."""
+"""Largest number of parameters that MLflow takes in one call."""
 
 
 class Tracker(Protocol):
-    """One run in a tracker. Whatever it raises is answered, and the next message is tried again."""
+    """One run in a tracker. Any exception is answered as an error, and the next message is still tried."""
 
     def __init__(self, package: str, run: Mapping[str, Any]) -> None: ...
 
     def handle(self) -> dict[str, Any]:
-        """How the tracker finds the run again (`handle`), and where a person does (`url`)."""
+        """The id by which the tracker finds the run again (`handle`), and the run's web page (`url`)."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The values of the round with this number, counted over all stages."""
+        """Logs the values of a round; `step` counts the rounds of all stages."""
         ...
 
     def model(self, path: str, name: str) -> None:
-        """A model's file."""
+        """Stores a model's file."""
         ...
 
     def close(self, state: str) -> None:
-        """The run is done, failed, interrupted, or its process is gone."""
+        """Ends the run, whose state is done, failed or interrupted, or killed if its process is gone."""
         ...
 
 
 class WandB:
-    """W&B, and Trackio, which has its API without ids and tags."""
+    """W&B, and Trackio, which has the same API without ids and tags."""
 
     def __init__(self, package: str, run: Mapping[str, Any]) -> None:
         self._package = importlib.import_module(package)
@@ -74,7 +74,7 @@ class WandB:
 
 
 class MLflow:
-    """MLflow, whose server or database MLFLOW_TRACKING_URI names. It chooses ids itself: a tag has the run's."""
+    """MLflow, at the server or database in MLFLOW_TRACKING_URI. It chooses ids itself, so a tag holds the run's id."""
 
     STATES: Mapping[str, str] = {"done": "FINISHED", "failed": "FAILED"}
 
@@ -143,12 +143,12 @@ TRACKERS: Mapping[str, type[Tracker]] = {"wandb": WandB, "trackio": WandB, "mlfl
 
 
 def _allowed(name: str) -> str:
-    """The name of a parameter or metric, with the characters that MLflow allows."""
+    """The name of a parameter or metric, with only the characters that MLflow allows."""
     return re.sub(r"[^\w\-. :/]", "_", name)[:250]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The values of nested mappings by dotted key, as text; a value of None has none."""
+    """The values of nested mappings by dotted key, as text; None values are left out."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

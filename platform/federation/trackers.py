@@ -30,11 +30,11 @@ from fedloom.platform.results.tables import read_runs
 logger = logging.getLogger(__name__)
 
 FOLDER = "trackers"
-"""The folder of a run's artefacts that says how many rounds each tracker has."""
+"""The folder of a run's artefacts that records how many rounds each tracker has received."""
 MOST_WAITING = 1000
-"""Rounds that wait for a tracker, beyond which they are not sent."""
+"""Largest number of rounds that wait for a tracker; further ones are not sent."""
 END_S, ALL_S, MODELS_S = 5.0, 30.0, 60.0
-"""Seconds that the end of a run waits for an answer of a tracker, for all of its answers, and for one about a model."""
+"""Seconds that the end of a run waits for a tracker's next answer, for all its answers, and for one about a model."""
 GONE = "its process has ended"
 PROCESS = Path(__file__).with_name("tracker_process.py")
 
@@ -52,7 +52,7 @@ def check_trackers(config: TrackingConfig) -> None:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run at its beginning."""
+    """The description of a run that a tracker receives at its start."""
 
     id: str
     name: str
@@ -64,7 +64,7 @@ class TrackedRun:
 class Trackers:
     """The trackers of a run; receives the rows of every round that is stored.
 
-    A run that is resumed first sends what a tracker has missed, from its tables, and never sends a round twice.
+    A resumed run first sends the rounds that a tracker has missed, from its tables, and never sends a round twice.
     """
 
     def __init__(self, config: TrackingConfig, run: TrackedRun, paths: RunPaths, step: int) -> None:
@@ -77,7 +77,7 @@ class Trackers:
                 tracker.put(at, values)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Sends a round's values; those of a stage's end belong to its last round."""
+        """Sends a round's values; the values of a stage's end belong to its last round."""
         rounds = sum(table == "rounds" for table, _ in rows)
         if self._trackers and (values := scalars(rows)):
             self._send(self._step if rounds else self._step - 1, values)
@@ -88,7 +88,7 @@ class Trackers:
             tracker.put(step, values, most=MOST_WAITING)
 
     def close(self, state: str) -> None:
-        """Waits a few seconds for the trackers, and says how many rounds they lack."""
+        """Waits a few seconds for the trackers, and warns of the rounds that they lack."""
         if not self._trackers:
             return
         models = []
@@ -147,7 +147,7 @@ class _Tracker:
         self._thread.start()
 
     def put(self, step: int, values: Mapping[str, float], most: float = math.inf) -> None:
-        """Queues a round, unless an earlier process has sent it, or so many wait already."""
+        """Queues a round, unless an earlier process has sent it or `most` rounds already wait."""
         if step <= self._last and step not in self._lacking and step not in self._rounds:
             return
         self._rounds.add(step)
@@ -156,7 +156,7 @@ class _Tracker:
             self._queue.put((step, values))
 
     def end(self, state: str, models: Sequence[tuple[str, str]]) -> None:
-        """The run has ended, and nothing is queued any more."""
+        """Notes that the run has ended, so that nothing more will be queued."""
         self._end = state, models
         self._answered_s = time.monotonic()
 
@@ -206,14 +206,14 @@ class _Tracker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C is the run's
+            start_new_session=True,  # Ctrl-C goes to the run only
         )
         self._answer()
         self._told |= self._ask({"begin": self._begin})
         self._write_down()
 
     def _tried(self, message: Mapping[str, Any], step: int | None = None) -> None:
-        """Sends a message; an error that the tracker answers is said once, and the next message may succeed."""
+        """Sends a message; the first error that the tracker answers is logged, and the next message may succeed."""
         answer = self._ask(message, raises=False)
         if "error" in answer:
             self._warn(answer["error"])
@@ -271,7 +271,7 @@ class _Tracker:
 
 
 def _earlier(file: Path, project: str) -> dict[str, Any]:
-    """What an earlier process of the run has written down, if it is of the same project."""
+    """What an earlier process of the run recorded, if it was for the same project."""
     try:
         told = read_json(file)
         if told["project"] == project and all(type(step) is int for step in (told["rounds"], *told["lacking"])):

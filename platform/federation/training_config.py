@@ -52,11 +52,11 @@ class PrivacyConfig:
         float | None, POSITIVE, "weights are divided by this and limited to 1: for weighting by samples"
     ] = None
     least_coverage: Annotated[
-        float, POSITIVE, "scalars that fewer clients per round are expected to hold are never changed"
+        float, POSITIVE, "scalars that fewer clients per round than this are expected to hold never change"
     ] = 0.5
-    secure: Annotated[bool, "secure aggregation: the server learns sums alone (simulated, with its messages)"] = False
+    secure: Annotated[bool, "secure aggregation: the server learns only sums (simulated, with its messages)"] = False
     fraction_bits: Annotated[int, Interval(ge=1, le=30), "secure: binary places of updates in fixed point"] = 16
-    survivors: Annotated[float, PART, "secure: the share of a cohort without which nothing is revealed"] = 0.5
+    survivors: Annotated[float, PART, "secure: share of a cohort that must remain for sums to be revealed"] = 0.5
     accountant: Annotated[Literal["rdp", "pld"], "Rényi divergences, or (for poisson, all) loss distributions"] = "rdp"
 
 
@@ -67,23 +67,25 @@ class TrainingConfig:
     rounds: Annotated[int, ZERO_OR_MORE, "number of rounds; a stage of 0 rounds is skipped"] = 50
     clients_per_round: Annotated[int | None, ONE_OR_MORE, "number of clients per round; null: all"] = 10
     arrivals: Annotated[
-        int | None, ONE_OR_MORE, "answers that end a round, of the clients_per_round clients at work; null: all"
+        int | None, ONE_OR_MORE, "number of answers that end a round, of clients_per_round clients at work; null: all"
     ] = None
     asynchronous: Annotated[
         str | None,
         ComponentName("arrival rule"),
-        "clients that still work when a round ends work on, and count later as fedbuff or fedasync says; null: they "
-        "are given up (over-selection)",
+        "arrival rule, such as fedbuff or fedasync, by which clients still at work when a round ends go on and count "
+        "later; null: they are given up (over-selection)",
     ] = None
     max_staleness: Annotated[
-        int | None, ZERO_OR_MORE, "asynchronous: clients whose weights are more rounds old are told to stop; null: none"
+        int | None,
+        ZERO_OR_MORE,
+        "asynchronous: clients are told to stop if their weights are more rounds old than this; null: no limit",
     ] = None
     epochs: Annotated[int, EPOCHS, "passes of a client over its training data per round"] = 1
     batch_size: Annotated[int, ONE_OR_MORE, "samples per step of a client"] = 32
-    optimizer: Annotated[str, ComponentName("local optimizer"), "what a client makes of a step's gradients"] = "sgd"
+    optimizer: Annotated[str, ComponentName("local optimizer"), "how a client turns gradients into updates"] = "sgd"
     optimizer_state: Annotated[
         Literal["fresh", "kept"],
-        "momentum or moments in a client's next round: fresh, or kept as its state (memory for each that took part)",
+        "momentum or moments in a client's next round: fresh, or kept as its state (memory for each past participant)",
     ] = "fresh"
     lr: Annotated[float, POSITIVE, "learning rate of the clients"] = 0.1
     momentum: Annotated[float, BELOW_ONE, "momentum of the clients' SGD"] = 0.9
@@ -99,10 +101,10 @@ class TrainingConfig:
     final_lr_share: Annotated[float, PART, "cosine: the share of lr that is left in the last round"] = 0.1
     step_rounds: Annotated[int, ONE_OR_MORE, "steps: rounds between two reductions of lr"] = 10
     local_warmup_steps: Annotated[
-        int, ZERO_OR_MORE, "steps of a client's round in which its lr rises to that of the round"
+        int, ZERO_OR_MORE, "first steps of a client's round, in which its lr rises to the round's lr"
     ] = 0
     local_cosine_to: Annotated[
-        float | None, PART, "share of lr that is left in the last step of a client's round, after a cosine; null: all"
+        float | None, PART, "share of lr left in the last step of a client's round, by a cosine; null: all of it"
     ] = None
     min_contributors: Annotated[int, ONE_OR_MORE, "scalars covered by fewer clients keep their old value"] = 1
     selection: Annotated[str, ComponentName("selection rule"), "how a round's clients are selected"] = "uniform"
@@ -110,11 +112,11 @@ class TrainingConfig:
     weighting: Annotated[str, ComponentName("weighting rule"), "weights of a client's tensors in the mean"] = "fedavg"
     server: Annotated[str, ComponentName("server rule"), "the server's update from the clients' mean"] = "replace"
     aggregator: Annotated[
-        str, ComponentName("aggregator"), "mean, or a rule that compares clients and gets every single update"
+        str, ComponentName("aggregator"), "mean, or a rule that compares clients and gets each client's update"
     ] = MEAN
     augment: Annotated[str | None, ComponentName("augmentation"), "the stage's augmentation; null: data.augment"] = None
     processors: Annotated[
-        list[Annotated[str, ComponentName("processor")]], "what changes clients' updates on their way, such as sparsify"
+        list[Annotated[str, ComponentName("processor")]], "steps that change updates on their way, such as sparsify"
     ] = field(default_factory=list)
     options: Annotated[dict[str, Any], "options of the rules above, by their names"] = field(default_factory=dict)
     loss_norms: Annotated[bool, "clients report the root mean square of their samples' losses, for selection"] = False
@@ -151,7 +153,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
 
 
 Named = Mapping[str, tuple[Registry[Any], str]]
-"""Slots and the choices in them, by the keys of the configuration."""
+"""Registries (slots) and the name chosen from each, by configuration key."""
 
 
 def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rules:
@@ -187,9 +189,9 @@ def _processor_key(index: int) -> str:
 
 
 def own_augmentation(config: TrainingConfig) -> ComponentSpec | None:
-    """The stage's own augmentation with its options, None if it has the data's.
+    """The stage's own augmentation with its options; None if it uses the data's.
 
-    `rules_of` has checked the options, which belong to the stage's rules as well.
+    `rules_of` has checked the options, which the stage's rules share.
     """
     if config.augment is None:
         return None
@@ -199,7 +201,7 @@ def own_augmentation(config: TrainingConfig) -> ComponentSpec | None:
 
 
 def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
-    """Raises ValueError if local and server rule do not belong together, or the local rule refuses how clients step."""
+    """Raises ValueError if local and server rule do not fit together, or the local rule refuses the local training."""
     local, server = rules.local.name, rules.server.name
     needed = local_rule(rules.local).server
     if needed not in (None, server):
@@ -222,7 +224,7 @@ def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
 
 
 def _check_aggregator(rules: Rules, config: TrainingConfig, key: str) -> None:
-    """Raises ValueError for an aggregator of single updates beside what gives the server nothing but sums."""
+    """Raises ValueError for an aggregator of single updates if the configuration gives the server only sums."""
     if rules.aggregator.name == MEAN:
         return
     privacy, beside = config.privacy, f"{key}.aggregator={rules.aggregator.name}"
@@ -237,11 +239,11 @@ def _check_aggregator(rules: Rules, config: TrainingConfig, key: str) -> None:
 
 
 MOST_TRIED = 1000
-"""Clients on which an aggregator is tried: enough for any that is content with a share of them."""
+"""Largest number of clients on which an aggregator is tested: enough for any that needs only a share of them."""
 
 
 def check_cohort(rules: Rules, clients: int) -> None:
-    """Raises ValueError for a round of fewer clients than the aggregator needs for a scalar that all of them hold."""
+    """Raises ValueError if a round has too few clients for the aggregator, even for a scalar that all of them hold."""
     aggregator, old = rules.aggregator, {PARAMETER: torch.zeros(1)}
     sums = KeptUpdates(rule=aggregator)
     for _ in range(min(clients, MOST_TRIED)):
@@ -265,7 +267,7 @@ def _check_names(named: Named, key: str) -> None:
 def check_rule_names(config: object, key: str) -> None:
     """Raises ValueError if a training stage within a method's configuration names a rule that does not exist.
 
-    It is for the moment before data is prepared, which may take minutes; a user's own rules are looked up later.
+    It is called before data is prepared, which may take minutes; a user's own rules are looked up later.
     """
     if isinstance(config, TrainingConfig):
         _check_names({name: pair for name, pair in _named(config).items() if not is_import_path(pair[1])}, key)
@@ -274,7 +276,7 @@ def check_rule_names(config: object, key: str) -> None:
 
 
 def augmentation_of(world: World, config: TrainingConfig) -> ComponentSpec:
-    """The augmentation of the stage's batches, its own or the data's, with what it asks for of the data set."""
+    """The augmentation of the stage's batches, its own or the data's, with the data set's values that it asks for."""
     augment = own_augmentation(config)
     return world.augment if augment is None else coloured(augment, world.data.dataset.colours)
 
@@ -290,7 +292,7 @@ def answers_per_round(config: TrainingConfig, num_clients: int) -> int:
 
 
 def expected_size(config: TrainingConfig, num_clients: int) -> int:
-    """The expected number of clients of a round: rules that select all of them look at no size."""
+    """The expected number of clients of a round; rules that select all clients ignore `clients_per_round`."""
     takes_all = selection_traits(config.selection).sampling == "all"
     return num_clients if takes_all else cohort_size(config, num_clients)
 
@@ -370,7 +372,7 @@ def try_rules(rules: Rules, cohort: int | None) -> None:
     if is_import_path(rules.selection.name):
         check_selection(rules.selection, cohort)
     if is_import_path(rules.weighting.name):
-        # Of a client with few samples and one with many one must count.
+        # Of two clients, with few and with many samples, at least one must count.
         rule, name = weighting_rule(rules.weighting), rules.weighting.name
         works = [Work(n, 2 * n, {PARAMETER: 2 * n, BUFFER: n}) for n in TRIED_SAMPLES]
         if not any(rule(work)[tensor] for work in works for tensor in work.seen_by_tensor):
@@ -399,7 +401,7 @@ def _try_server(server: ComponentSpec) -> None:
 
 
 def _try_optimizer(choice: ComponentSpec) -> None:
-    """Makes two steps of a parameter."""
+    """Makes two steps on one parameter."""
     parameter = torch.ones(2, requires_grad=True)
     optimizer = Optimizer(LocalSGD(1, 2, 0.1, optimizer=choice), {PARAMETER: parameter})
     for _ in range(2):

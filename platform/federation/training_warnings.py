@@ -1,4 +1,4 @@
-"""What a training stage says in the log of rounds that went wrong though nothing failed."""
+"""A training stage's warnings about rounds that went wrong although nothing failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 UNANSWERED = "unanswered"
 """The JSON value that counts the rounds of the current stage in which no update arrived."""
 SETTLED, CHANCES, FAR = 5, 1.5, 0.4
-"""Rounds after which a model is expected to know more than 1.5 times chance, if its clients' are better by .4."""
+"""After 5 rounds a model is suspect at an accuracy below 1.5 times chance, if its clients' is higher by over .4."""
 
 
 class TrainingWarnings:
@@ -28,7 +28,7 @@ class TrainingWarnings:
         self._has_compared, self._has_looked, self._has_waited, self._had_few = False, False, False, False
 
     def before_round(self, tasks: Sequence[Task], stack: int) -> None:
-        """Warns once if clients should be stacked, or their networks compiled, and none can be."""
+        """Warns once if stacking or compilation is configured, but possible for no client."""
         from fedloom.platform.clients.networks import Subnet  # what only runs need
 
         executor = self.world.config.executor
@@ -52,7 +52,7 @@ class TrainingWarnings:
             )
 
     def of_availability(self, selection: Selection, now_s: float, starts_s: float, planned: int) -> None:
-        """Warns once if a round waits for a device that is online, and once if fewer are than a round has clients."""
+        """Warns once if a round waits until a device is online, and once if fewer are online than a round needs."""
         availability, size = self.world.availability, selection.size
         if availability is None:
             return
@@ -75,7 +75,7 @@ class TrainingWarnings:
             )
 
     def after_round(self, round_: int, data: Mapping[str, Any], results: Sequence[ClientResult]) -> dict[str, int]:
-        """Warns of what went wrong in a round; returns the number of rounds without an update, if it is one of them."""
+        """Warns of what went wrong in a round; returns the count of rounds without an update if this was one."""
         self._compare_statistics(round_, results)
         clients = [result for result in results if result.client_id is not None]
         if any(result.status == "ok" for result in clients):
@@ -105,10 +105,10 @@ class TrainingWarnings:
         logger.warning(untrained)
 
     def _compare_statistics(self, index: int, results: Sequence[ClientResult]) -> None:
-        """Warns once if the model is at chance with running statistics while its clients are not with their batches'.
+        """Warns once if the model is at chance with running statistics, but its clients with batch statistics are not.
 
-        Clients' data are their own, and theirs alone would explain some of it, but not a model that predicts nothing
-        after several rounds.
+        Differences between the clients' data explain some of that, but not a model that predicts nothing after several
+        rounds.
         """
         if self._has_compared or index < SETTLED or not self.world.space.keeps_statistics:
             return

@@ -78,7 +78,7 @@ class World:
     @property
     def everyone(self) -> np.ndarray:
         """The ids of all clients, ascending."""
-        # Without tasks the array that is there: there may be a hundred million clients.
+        # Without tasks an existing array is returned: there may be a hundred million clients.
         return np.arange(self.num_clients) if self.tasks.names else self.eligible_by_tier[0]
 
     def in_plan_order(self, client_ids: Iterable[int]) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class World:
         return max(self.tier(client_id).upper * share, table.cost(self.space.cheapest(table)))
 
     def expected_macs(self, table: CostTable | None = None, lower: float = 0.0, upper: float = math.inf) -> float:
-        """MACs of a middling architecture, of those whose cost in `table` is between the bounds if that counts MACs."""
+        """MACs of a mid-sized architecture; if `table` counts MACs, of those whose cost is between the bounds."""
         macs = self.macs_table
         least, most = macs.smallest, macs.largest if math.isfinite(macs.largest) else macs.smallest
         if table is None or table.measure != macs.measure:
@@ -134,10 +134,10 @@ class World:
         return (min(max(lower, least), most) + max(min(upper, most), least)) / 2
 
     def evaluation_macs(self, models: int) -> float:
-        """MACs of a final evaluation, a guess, because test data may not even be counted before it.
+        """Estimated MACs of a final evaluation; a guess, because test data may not even be counted before it.
 
-        Validation data, the test set and the clients' test data are together about half as many samples as are
-        trained on.
+        Validation data, the test set and the clients' test data together have about half as many samples as the
+        training data.
         """
         return models * self.data.num_central("train") / 2 * self.expected_macs()
 
@@ -234,7 +234,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
 
 
 def drawn_attackers(share: float, num_clients: int, seed: int) -> frozenset[int]:
-    """The clients that attack: this share of them, rounded, whatever the attack."""
+    """Draws the ids of the attackers: this share of the clients, rounded, and the same for every attack."""
     if not share:
         return frozenset()
     drawn = stream(seed, "attackers").choice(num_clients, size=round(share * num_clients), replace=False)

@@ -1,8 +1,8 @@
-"""A method is one file with its name, and so is a rule of more than a few lines; both are imported on demand.
+"""Each method, and each rule longer than a few lines, has a file of its own name, which is imported on demand.
 
-What methods share: `evaluation.py` the final evaluation, `tier_search.py` and `target_search.py` the searches of
-FedorAS and SuperFedNAS, `tier_models.py` the models of HeteroFL and its like, `silos.py` and `silo_search.py` the
-cross-silo methods. Methods are named in `registry.py`, the rules here.
+Shared by several methods: `evaluation.py` (final evaluation), `tier_search.py` and `target_search.py` (the searches of
+FedorAS and SuperFedNAS), `tier_models.py` (the models of HeteroFL and similar methods), `silos.py` and `silo_search.py`
+(cross-silo methods). Methods are registered in `registry.py`, rules here.
 """
 
 from fedloom.platform.averaging.server import SERVER_RULES

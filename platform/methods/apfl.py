@@ -1,4 +1,4 @@
-"""APFL (Deng et al. 2020, Alg. 1): every client mixes a personal model with the shared one, and learns how much.
+"""APFL (Deng et al. 2020, Alg. 1): every client mixes a personal model with the shared one, and learns the weight.
 
 w <- fresh; v_i <- w; alpha_i <- alpha
 in every round: a selected client takes the shared model w_i <- w, and in every step on a batch
@@ -7,16 +7,16 @@ in every round: a selected client takes the shared model w_i <- w, and in every 
                     alpha_i <- alpha_i - lr <v_i - w_i, grad f(m)>, within [0, 1]           (Eq. 10; unless it is fixed)
                 all three from the values before the step; it keeps v_i and alpha_i, and sends w_i;
                 the server averages the w_i
-in the end:     every client's mixture with the last shared model is scored on its own test data
+at the end:     every client's mixture with the last shared model is scored on its own test data
 
-The step of alpha is made in every step on a batch, as Eq. 10 is indexed. A client that has never taken part has
-v_i = w: its mixture is the shared model whatever alpha is.
+Alpha takes a step on every batch, as the indices of Eq. 10 say. A client that has never taken part has v_i = w, so its
+mixture is the shared model whatever alpha is.
 
 Published code differs from the paper. The authors' FedTorch mixes the outputs of the two models, not their weights,
-takes w_i after its step, and makes the step of alpha once per round, with a decay of .02 alpha_i and the gradients of
-f(m) by v_i and by w_i, weighted once more by alpha_i and 1 - alpha_i: of a linear model that is Eq. 10's step times
-alpha_i^2 + (1 - alpha_i)^2. FedRep's repository weights both models by alpha (right for .5 alone); PFLlib trains v_i by
-its own loss and replaces it by the mixture after every round.
+uses w_i after its step, and updates alpha once per round, with a decay of .02 alpha_i and the gradients of f(m) with
+respect to v_i and w_i, weighted once more by alpha_i and 1 - alpha_i: for a linear model that is Eq. 10's step times
+alpha_i^2 + (1 - alpha_i)^2. FedRep's repository weights both models by alpha (correct only for .5). PFLlib trains v_i
+on its own loss and replaces it with the mixture after every round.
 """
 
 from collections.abc import Mapping
@@ -46,25 +46,25 @@ from fedloom.platform.settings import PART
 from fedloom.platform.spaces.slices import Weights, first_not_finite
 
 ALPHA = "alpha"
-"""The weight of a client's personal model, in its state and in the table of measurements."""
+"""The name of the personal model's mixing weight, in a client's state and among its measurements."""
 
 
 @dataclass
 class APFLConfig(SubnetConfig):
-    """FedAvg, and a mixture with a personal model per client."""
+    """FedAvg plus a personal model per client, which is mixed with the shared model."""
 
     name: str = "apfl"
-    alpha: Annotated[float, PART, "weight of the personal model in a client's mixture, at first"] = 0.5
-    adaptive: Annotated[bool, "whether every client learns its alpha (Eq. 10); false: it stays as it is"] = True
+    alpha: Annotated[float, PART, "initial weight of the personal model in a client's mixture"] = 0.5
+    adaptive: Annotated[bool, "whether every client learns its alpha (Eq. 10); false: alpha is fixed"] = True
 
 
 # -- a client ---------------------------------------------------------------------------------------------------------
 
 
 def mixed(alpha: Tensor, personal: Weights, shared: Weights) -> dict[str, Tensor]:
-    """alpha times the personal plus (1 - alpha) times the shared tensors; counters of batch norms are the shared ones.
+    """alpha times the personal plus (1 - alpha) times the shared tensors; batch-norm counters are the shared model's.
 
-    It is exactly the shared model for an alpha of 0, and the personal one for 1.
+    The result is exactly the shared model for alpha = 0, and exactly the personal one for alpha = 1.
     """
     return {
         n: torch.lerp(t, personal[n], alpha) if t.is_floating_point() else t for n, t in shared.items() if n in personal
@@ -73,7 +73,7 @@ def mixed(alpha: Tensor, personal: Weights, shared: Weights) -> dict[str, Tensor
 
 @dataclass
 class Mixture:
-    """The forward passes of the shared model and of the mixture, whose outputs and running statistics are its own."""
+    """Forward passes of the shared model and of the mixture; each has its own outputs and running statistics."""
 
     module: nn.Module
     shared: Mapping[str, Tensor]
@@ -82,19 +82,19 @@ class Mixture:
     shared_outputs: Outputs = None
 
     def __call__(self, x: Tree) -> Outputs:
-        """The mixture's outputs; its gradients reach the personal parameters and alpha, and not the shared ones."""
+        """The mixture's outputs; their gradients flow to the personal parameters and alpha, not to the shared ones."""
         self.shared_outputs = self.module(x)
         parameters = {n: t.detach() for n, t in self.shared.items() if t.requires_grad}
         return functional_call(self.module, {**self.personal, **mixed(self.alpha, self.personal, parameters)}, (x,))
 
     def loss(self, objective: Objective, outputs: Outputs, targets: Any) -> Tensor:
-        """The sum of both losses, which have no parameter in common."""
+        """The sum of both models' losses, which share no parameters."""
         return objective.loss(self.shared_outputs, targets) + objective.loss(outputs, targets)
 
 
 @dataclass
 class MixtureSteps:
-    """Steps of the shared model, the personal one, and alpha where it has a gradient."""
+    """Optimiser steps of the shared model, the personal model and, if it has a gradient, alpha."""
 
     sgd: Optimizer
     personal: Optimizer
@@ -102,7 +102,7 @@ class MixtureSteps:
 
     @torch.no_grad()
     def step(self) -> None:
-        """All three, with the gradients at the values before the step."""
+        """Updates all three, with the gradients at the values before the step."""
         if self.alpha.grad is not None:
             self.alpha.sub_(self.alpha.grad, alpha=self.sgd.local.lr).clamp_(0, 1)
             self.alpha.grad = None
@@ -112,7 +112,7 @@ class MixtureSteps:
 
 @dataclass(frozen=True)
 class TrainAPFL:
-    """One round of a client; `alpha` is its weight in the client's first round."""
+    """One round of a client; `alpha` is the mixing weight with which a client starts its first round."""
 
     subnet: Subnet
     local: LocalSGD
@@ -122,7 +122,7 @@ class TrainAPFL:
     validation: ValidationUse = "trained"
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
-        """Trains both models; the update holds the shared one, the client's state the personal one and alpha."""
+        """Trains both models; the update holds the shared model, the client's state the personal one and alpha."""
         network = self.subnet.on(worker)
         data = client_samples(worker, assignment, use_validation=self.validation == "trained")
         samples, shared = rows_of(data[1]), worker.tensors_of(network.module)
@@ -163,7 +163,7 @@ class ScoreMixture:
     subnet: Subnet
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
-        """Measures `personal`, and the client's alpha; the shared model for a client that has never taken part."""
+        """Measures `personal` and the client's alpha; a client that has never taken part uses the shared model."""
         network, state = self.subnet.on(worker), assignment.state
         if state is None:
             return tested_outcome(worker, assignment, PERSONAL, network, weights)

@@ -3,13 +3,13 @@
     client with D blocks:
         for every batch minimise, over its exits i = 1 to D,
         sum_i cross entropy(y_i) + u(t) / (D - 1) sum_i sum_{j != i} KL(y_j's outputs || y_i's),
-        where the teachers' outputs y_j are targets, through which nothing is trained
+        where the teachers' outputs y_j are fixed targets, without gradients
     server:
-        a block becomes the mean over the clients that hold it, who count alike (weighting=plain)
+        a block becomes the unweighted mean over the clients that hold it (weighting=plain)
     u(t) rises from exp(-5) to 1 over the first rounds: exp(-5 (1 - t / T)^2)
 
-A tier's model is the network of the most blocks that the tier affords, which classifies by its exits' mean logits. One
-block for all is FedAvg. The paper's server and local rule are FedDyn's: method.train.server=feddyn and
+A tier's model is the deepest network that the tier affords; it classifies by the mean of its exits' logits. One block
+for all tiers is FedAvg. The paper's server and local rule are FedDyn's: method.train.server=feddyn and
 local_rule=feddyn with alpha=.1.
 """
 
@@ -49,20 +49,20 @@ class DepthFLConfig:
     """Training of leading blocks with exits, and the tiers' models."""
 
     name: str = "depthfl"
-    distillation: Annotated[float, ZERO_OR_MORE, "the weight of what exits teach each other; 0: nothing"] = 1.0
-    ramp_up: Annotated[float, PART, "share of the rounds over which that weight rises (the authors': .3)"] = 0.3
+    distillation: Annotated[float, ZERO_OR_MORE, "weight of the distillation between exits; 0: none"] = 1.0
+    ramp_up: Annotated[float, PART, "share of the rounds over which the weight rises (the authors': .3)"] = 0.3
     train: TrainingConfig = field(default_factory=plainly_weighted)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
 @dataclass(frozen=True)
 class WithExits(OfSubnet):
-    """A network of leading blocks, all of whose exits are trained, and teach each other with weight `distillation`."""
+    """A network of leading blocks whose exits are all trained, and distil each other with weight `distillation`."""
 
     distillation: float = 0.0
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
-        """The network; its outputs are what it classifies by, its loss looks at the exits' logits one by one."""
+        """The network: its outputs are the logits that it classifies by; its loss uses the logits of each exit."""
         network, last = self.subnet.on(worker, assignment), list["Tensor"]()
 
         def forward(x_B: Tensor) -> Tensor:
@@ -76,16 +76,16 @@ class WithExits(OfSubnet):
         return replace(network, forward=forward, loss=loss)
 
     def loss_of(self, objective: Objective, exits: Sequence[Tensor], targets: Tensor) -> Tensor:
-        """What a batch minimises, given the exits' logits, the shallowest first."""
+        """The loss of a batch, given the exits' logits (N, classes), shallowest first."""
         return loss_of_exits(objective, exits, targets, self.distillation)
 
 
 def loss_of_exits(objective: Objective, exits: Sequence[Tensor], targets: Tensor, distillation: float) -> Tensor:
-    """Eq. 2: the sum of the exits' losses, and of what every exit learns from the others' outputs (N, classes)."""
+    """Eq. 2: the exits' losses plus the distillation between every pair of exits, from their logits (N, classes)."""
     total = sum((objective.loss(logits, targets) for logits in exits[1:]), objective.loss(exits[0], targets))
     if not distillation or len(exits) == 1:
         return total
-    # Each exit's softmax is taken once; `divergence` would take it again for every pair, and round otherwise.
+    # Each exit's softmax is taken once; `divergence` would take it again for every pair, and round differently.
     logs = [F.log_softmax(logits, dim=1) for logits in exits]
     for i, pupil in enumerate(logs):
         for teacher in [t.detach() for j, t in enumerate(logs) if j != i]:
@@ -95,7 +95,7 @@ def loss_of_exits(objective: Objective, exits: Sequence[Tensor], targets: Tensor
 
 
 def ramped_up(config: DepthFLConfig, index: int) -> float:
-    """The weight of distillation in a round: exp(-5 (1 - t / T)^2) of the final one, T being the ramp's rounds."""
+    """The distillation weight in round t: exp(-5 (1 - t / T)^2) times the final one, with a ramp of T rounds."""
     length = config.ramp_up * config.train.rounds
     left = 1 - index / length if index < length else 0.0
     return config.distillation * math.exp(-5 * left**2)

@@ -85,7 +85,7 @@ def _sandwich(
 ) -> list[Architecture]:
     """Gives the largest and the smallest subnet to the first client in each order that can train it.
 
-    The others get what is drawn for them, by default a random subnet.
+    Every other client gets the subnet that `draw` returns for it, by default a random one.
     """
     space, subnet_of, draw = distribution.space, dict[int, Architecture](), draw or distribution.draw
     able = [index for index in largest_first if distribution.affords(index, space.largest)]
@@ -110,7 +110,7 @@ def tracking_sandwich(distribution: Distribution) -> list[Architecture]:
 
 
 def _least_served(distribution: Distribution) -> tuple[list[int], list[int]]:
-    """The indices by how often they got the largest subnet, and the smallest."""
+    """The clients' indices, sorted by how often they got the largest subnet, and by how often the smallest."""
     indices = range(len(distribution.client_ids))
     by_largest = sorted(indices, key=lambda p: distribution.times_served("largest", p))
     by_smallest = sorted(indices, key=lambda p: distribution.times_served("smallest", p))
@@ -120,10 +120,10 @@ def _least_served(distribution: Distribution) -> tuple[list[int], list[int]]:
 def pareto_path(
     distribution: Distribution,
     *,
-    limits: Annotated[int, annotated_types.Interval(ge=2, le=1000), "on MACs, a subnet each"] = 60,
+    limits: Annotated[int, annotated_types.Interval(ge=2, le=1000), "number of MAC limits, each giving a subnet"] = 60,
 ) -> list[Architecture]:
-    """Like `tracking_sandwich`, but the rest get random ones of the fittest subnets (DeepFedNAS' Pareto-path)."""
-    from fedloom.platform.search.fitness import path_of_the_fittest  # what the other heuristics need not load
+    """Like `tracking_sandwich`, but the rest get random members of DeepFedNAS' Pareto path of the fittest subnets."""
+    from fedloom.platform.search.fitness import path_of_the_fittest  # not needed by the other heuristics
 
     path = path_of_the_fittest(distribution.space, limits)
 
@@ -135,7 +135,7 @@ def pareto_path(
 
 
 def _member(distribution: Distribution, index: int, number: int) -> Architecture:
-    """The family's member of that number, or if it exceeds the client's budget the most costly one that does not."""
+    """The family member with this number, modulo the family's size; if over budget, the costliest member within it."""
     member = distribution.family[number % len(distribution.family)]
     if distribution.affords(index, member):
         return member

@@ -1,4 +1,4 @@
-"""Ditto (Li et al. 2021, Alg. 1): FedAvg, and for every silo a personal model regularised towards the shared one.
+"""Ditto (Li et al. 2021, Alg. 1): FedAvg plus a personal model per silo, regularised towards the shared one.
 
 Settings of SPIDER, App. B.1.
 """

@@ -97,9 +97,9 @@ class EvaluationStage(Stage):
         models: int = 1,
         prepare: Callable[[RunState], RunState] = lambda state: state,
     ) -> None:
-        """`models` is how many jobs to expect, for the time left: what the jobs are may depend on a search.
+        """`models` is the expected number of jobs, to estimate the time left; the jobs may depend on a search.
 
-        `prepare` changes the state before the first one.
+        `prepare` changes the state before the first job.
         """
         self.world, self.config, self.jobs, self.models, self.prepare = world, config, jobs, models, prepare
 
@@ -112,7 +112,7 @@ class EvaluationStage(Stage):
         return len(self.jobs(state)) - state.round
 
     def macs_left(self, state: RunState) -> float:
-        """Those of scoring the remaining models."""
+        """The MACs of scoring the remaining models."""
         return self.world.evaluation_macs(max(0, self.models - state.round))
 
     def plan(self, state: RunState) -> Plan:
@@ -138,7 +138,7 @@ class EvaluationStage(Stage):
             tensors = weights if job.subnet.stand_alone else extract(weights, space.slices(architecture))
             model = kept_model(world, job.kept, architecture, tier=job.name, tensors=tensors)
             return RoundUpdate(state, models=[model], evaluations=evaluations)
-        # A model that is not stored has no row in `models`, which would tell its costs.
+        # A model that is not stored has no row in the table `models`, so its costs are recorded here.
         of_model = {"model": job.model, "tier": job.name or SERVER, "architecture": architecture_id(architecture)}
         rows: list[Row] = []
         for measure, table in (("macs", world.macs_table), ("parameters", space.cost_table("parameters"))):
@@ -168,7 +168,7 @@ class OneRound(Stage):
         return 1 - state.round
 
     def macs_left(self, state: RunState) -> float:
-        """Those of scoring one model on all data."""
+        """The MACs of scoring one model on all data."""
         return self.world.evaluation_macs(1 - state.round)
 
 

@@ -4,7 +4,7 @@ weights <- fresh
 in every round: the selected clients train the weights on their data (local rule),
                 the server averages their updates (weighting) and updates the weights (server rule)
                 (tier: only clients of that tier and above, whose devices afford it; FedorAS, Fig. 1)
-in the end: the weights are scored on the test set, and on every client's own test data
+at the end: the weights are scored on the test set, and on every client's own test data
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FedAvgConfig:
 
 
 def dense(subnet: Subnet, round_: Round) -> Train:
-    """A client of FedAvg."""
+    """The task of a FedAvg client."""
     return Train(subnet, round_.local, round_.rules.weighting)
 
 

@@ -1,15 +1,15 @@
 """FedDF: ensemble distillation on the server, also between different networks (Lin et al. 2020, Alg. 1 and 3).
 
     in every round: each client trains its tier's network
-                    the network of each kind becomes the mean of those of its kind
+                    the network of each kind becomes the mean of the clients' networks of that kind
     server, then:   for every batch d of unlabelled inputs, for each kind p:
                     x_p <- one step of Adam on KL(softmax(mean of all clients' logits on d) || softmax(x_p's logits))
-    in the end:     a tier's model is the network of its kind
+    at the end:     a tier's model is the network of its kind
 
-All clients that have sent their networks teach alike, whatever their kind. The unlabelled inputs are those of the
-server's validation data, without labels, so that scores on validation data are of inputs that it has been distilled on;
-never test data. The rate of Adam falls along half a cosine within a round. The paper stops distilling early by the
-accuracy on validation data; here a round has `steps` steps. Without any this is FedAvg of each kind.
+A kind is an architecture. The networks that clients have sent are equal teachers, whatever their kind. The unlabelled
+inputs are the server's validation data without labels, never test data; so validation scores are measured on inputs
+that were distilled on. Adam's learning rate falls along half a cosine within a round. The paper stops distillation
+early, by the accuracy on validation data; here a round has `steps` steps. With 0 steps this is FedAvg of each kind.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.base import SearchSpace
 
 MOST_ARCHITECTURES = 100_000
-"""Of larger spaces the largest network of a tier is not looked for."""
+"""In spaces with more architectures, a tier's largest network is not searched for."""
 AT_ONCE = 256
-"""Samples whose teachers' logits are computed at once."""
+"""Samples per forward pass of a teacher."""
 
 
 @dataclass
 class DistillationConfig:
-    """What the server does after averaging."""
+    """The server's distillation after averaging."""
 
-    steps: Annotated[int, ZERO_OR_MORE, "steps of the server in a round, each on one batch; 0: FedAvg"] = 100
+    steps: Annotated[int, ZERO_OR_MORE, "distillation steps per round, each on one batch; 0: FedAvg"] = 100
     batch_size: Annotated[int, ONE_OR_MORE, "unlabelled samples per step"] = 128
     lr: Annotated[float, POSITIVE, "the server's learning rate (Adam)"] = 0.001
     share: Annotated[float, SHARE, "share of the server's validation samples that are distilled on, unlabelled"] = 1.0
@@ -97,7 +97,7 @@ class FedDFConfig:
 
 
 def architectures_of(config: FedDFConfig, world: World) -> list[Architecture]:
-    """Every tier's network; ValueError for one that its tier does not afford."""
+    """Every tier's architecture; ValueError for one that its tier cannot afford, unless it is the one for all."""
     tiers, named = world.tiers, config.architectures
     if named is None:
         if world.space.num_architectures > MOST_ARCHITECTURES:
@@ -123,13 +123,13 @@ def architectures_of(config: FedDFConfig, world: World) -> list[Architecture]:
 
 
 def prefix_of(architecture: Architecture) -> str:
-    """What the names of a kind's tensors begin with."""
+    """The prefix of the names of a kind's tensors."""
     return f"{architecture_id(architecture)}/"
 
 
 @dataclass(frozen=True)
 class OfKind(OfSubnet):
-    """A stand-alone network whose tensors bear its architecture in their shared names."""
+    """A stand-alone network whose tensors have its architecture as a prefix of their shared names."""
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
         """The network in the subnet's module."""
@@ -158,9 +158,9 @@ class ScoreKind(ScoreSubnet):
 
 @dataclass(frozen=True)
 class Distill:
-    """Distils every kind's network from the clients' networks, which are the assignment's state, `INDEX/NAME` each.
+    """Distils every kind's network from the clients' networks, the tensors `INDEX/NAME` of the assignment's state.
 
-    `teachers` are the architectures of the latter.
+    `teachers` are the architectures of the clients' networks, by index.
     """
 
     kinds: tuple[Architecture, ...]
@@ -174,7 +174,7 @@ class Distill:
         generator = torch_stream(worker.spec.training_seed, "distillation", assignment.stage, assignment.round)
         size, steps = self.config.batch_size, self.config.steps
         batches = list(itertools.islice(batch_indices(len(samples), size, steps, generator), steps))
-        drawn = torch.unique(torch.cat(batches))  # the others need no teachers
+        drawn = torch.unique(torch.cat(batches))  # only these need the teachers' logits
         x = samples.tensors(drawn.numpy())[0]
         places = upload(torch.searchsorted(drawn, torch.cat(batches)), worker.device)
         batches = list(torch.split(places, [len(batch) for batch in batches]))
@@ -242,12 +242,12 @@ class DistilledTraining(TrainingStage):
     distillation: DistillationConfig
 
     def plan(self, state: RunState) -> Plan:
-        """The training stage's; the server needs every single network."""
+        """The training stage's plan; the updates are kept, because distillation needs every client's network."""
         planned = super().plan(state)
         return replace(planned, keeps_updates=planned.keeps_updates or self.distillation.steps > 0)
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
-        """The training stage's, with the server's work, after which the last scores are due."""
+        """The training stage's update, plus the server's distillation, after which the last scores are taken."""
         merged = super().merge(state, plan, result)
         if not (self.distillation.steps and isinstance(result.sums, KeptUpdates) and result.sums.kept):
             return merged
@@ -266,7 +266,7 @@ class DistilledTraining(TrainingStage):
 
 
 def check_distillation(config: FedDFConfig, world: World) -> None:
-    """Raises ValueError for what hides single networks from the server, and if there is nothing to distil on."""
+    """Raises ValueError for settings that hide single networks from the server, and without data to distil on."""
     if not config.distillation.steps:
         return
     train = config.train

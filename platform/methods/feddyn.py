@@ -1,4 +1,4 @@
-"""FedDyn: dynamic regularisation makes the clients' minima those of the sum (Acar et al. 2021, Alg. 1).
+"""FedDyn: dynamic regularisation aligns the clients' minima with the global one (Acar et al. 2021, Alg. 1).
 
 Every client keeps g_k, its last gradient; the server keeps h, the mean of all clients' g_k; all are zero at first.
 
@@ -8,7 +8,8 @@ Every client keeps g_k, its last gradient; the server keeps h, the mean of all c
                theta_server <- mean of theta_k - h / alpha
 
 The server keeps -h / alpha, which does not depend on alpha. The argmin is approximated by the client's SGD, as in the
-paper's experiments. The paper counts all clients alike: weighting=plain. Parts of a supernet have parts of g_k and h.
+paper's experiments. The paper weights all clients equally: weighting=plain. A part of a supernet uses the same part of
+g_k and h.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class FedDyn(LocalRule):
 
     server = "feddyn"
 
-    def __init__(self, *, alpha: Annotated[float, POSITIVE, "FedDyn's strength of the regularisation"] = 0.01) -> None:
+    def __init__(self, *, alpha: Annotated[float, POSITIVE, "strength of FedDyn's regularisation"] = 0.01) -> None:
         self.alpha = alpha
 
     def begin(self, client: LocalClient) -> LinearCorrection:
-        """The gradient of the regulariser is added to that of the loss."""
+        """Adds the regulariser's gradient to the gradient of the loss."""
         offsets = {name: -client.kept(GRADIENT, name) for name in client.parameters}
         return LinearCorrection(offsets, self.alpha, client.received)
 

@@ -1,19 +1,19 @@
 """FedMask: silos learn which weights of a frozen network to use, and send bits (Li et al. 2021).
 
-    server, once:           sends the network's random initial weights w, which nobody ever changes
+    server, once:           sends the network's random initial weights w, which never change
     in every round, silo i: trains real scores s_i of the masked weights: forwards with w * m_i, m_i = 1 where s_i >= 0,
                             and takes dL/dm_i for the gradient of s_i (straight-through)
-                            (its first round: then keeps the share `kept` of each tensor with the highest scores, for
-                            good; the others are masked out)
-                            sends m_i on what it keeps
-    server:                 where at least two of the round's silos keep a weight, their mask becomes the majority of
-                            their bits (a tie: 1); elsewhere every silo's stays its own
-    silo i, next round:     keeps the scores whose bits the server confirms; the others begin anew, on the server's side
+                            (after its first round's training it keeps, for good, the share `kept` of each tensor with
+                            the highest scores, and masks out the rest)
+                            sends m_i for the weights that it keeps
+    server:                 a weight that two or more of the round's silos keep gets their majority's bit (a tie: 1);
+                            for any other weight every silo's own bit stays
+    silo i, next round:     keeps the scores whose bits the server confirms; resets the others to the server's side
 
-A silo's model is w * m_i, with its own running statistics if the network has any. What travels is a bit for every
-weight that a silo keeps, both ways; in its first round w comes down, and one bit per masked weight goes up that says
-what it keeps. The paper prunes structures; here single weights are pruned. Its text is not public: where its abstract
-and others' descriptions leave a choice open, this box says what is done.
+A silo's model is w * m_i, with its own running statistics if the network has any. In both directions a silo exchanges
+one bit per weight that it keeps. In its first round it receives w instead, and also sends one bit per masked weight,
+which says whether it keeps it. The paper prunes structures; here single weights are pruned. The paper's text is not
+public: where its abstract and others' descriptions leave a choice open, the box above says what is done.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.world import World
 
 SCORES, KEEPS, BITS, MAJORITY = "scores/", "keeps/", "bits/", "majority/"
-"""Beginnings of names: of a silo's scores and of what it keeps, in its state and as sent; of the bits that are sent,
-and of the server's: 1, 0, or -1 where fewer than two silos keep a weight."""
+"""Prefixes of names: the scores and keep masks in a silo's state, the keep masks and bits that it sends, and the
+server's majority bits (1, 0, or -1 where fewer than two silos keep a weight)."""
 WITH_OTHERS = 2
-"""The fewest silos whose bits are counted."""
+"""The fewest silos that must keep a weight for their bits to be counted."""
 
 
 @dataclass
 class FedMaskTrainingConfig(SiloTrainingConfig):
     """Training of the silos' scores."""
 
-    score: Annotated[float, POSITIVE, "how far from flipping the score of a bit begins, at first and anew"] = 0.01
+    score: Annotated[float, POSITIVE, "distance of a score from 0, at first and after its bit is overruled"] = 0.01
     kept: Annotated[float, SHARE, "share of each masked tensor that a silo keeps after its first round"] = 0.8
     masked: Annotated[
         list[Annotated[str, NOT_EMPTY]] | None,
-        "beginnings of the names of the masked weights; null: all of two or more dimensions",
+        "prefixes of the names of the masked weights; null: all of two or more dimensions",
     ] = None
-    # A silo that no longer learns in the last round would end with the others' bits.
+    # With a learning rate of zero in the last round, a silo would end with the bits of the other silos.
     schedule: Annotated[Schedule, "lr of the scores over rounds"] = "fixed"
-    weighting: Annotated[str, ComponentName("weighting rule"), "plain: all silos' bits count alike"] = "plain"
+    weighting: Annotated[str, ComponentName("weighting rule"), "plain: all silos' bits count equally"] = "plain"
 
 
 @dataclass
@@ -92,7 +92,7 @@ class FedMaskConfig(SubnetConfig):
 
 
 def masked_names(config: FedMaskConfig, world: World, subnet: Subnet) -> tuple[str, ...]:
-    """The names of the masked weights; ValueError if there are none, or for a beginning without any."""
+    """The names of the masked weights; ValueError for a configured prefix that matches none."""
     module = on_meta(partial(world.space.build_subnet, subnet.architecture))
     weights = [name for name, parameter in module.named_parameters() if parameter.dim() > 1]
     beginnings = config.train.masked
@@ -110,13 +110,13 @@ def masked_names(config: FedMaskConfig, world: World, subnet: Subnet) -> tuple[s
 
 @dataclass(frozen=True)
 class Mask:
-    """A silo's scores of the masked weights by name, and which of them it keeps (bool)."""
+    """A silo's scores of the masked weights, and which weights it keeps (bool), both by tensor name."""
 
     scores: dict[str, Tensor]
     keeps: dict[str, Tensor]
 
     def bits(self, name: str) -> Tensor:
-        """Where a tensor's weights are used."""
+        """Which weights of a tensor are used (bool): kept, and with a score of at least 0."""
         return (self.scores[name] >= 0) & self.keeps[name]
 
     def packed(self) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class Mask:
         return scores | {f"{KEEPS}{name}": tensor for name, tensor in self.keeps.items()}
 
     def confirmed(self, majority: Mapping[str, Tensor], score: float) -> Mask:
-        """The mask with the majority's bits; a score whose bit changes begins anew on the other side."""
+        """The mask with the majority's bits; a score whose bit changes is reset to `score` or -`score`."""
         after = {}
         for name, scores in self.scores.items():
             bit, used = majority[name].to(scores.device), scores >= 0
@@ -134,7 +134,7 @@ class Mask:
         return Mask(after, self.keeps)
 
     def pruned(self, share: float) -> Mask:
-        """The mask that keeps a share of each tensor, those with the highest scores; of equal ones the first."""
+        """The mask that keeps the share of each tensor with the highest scores; ties go to the first weights."""
         keeps = {}
         for name, scores in self.scores.items():
             order = torch.argsort(scores.flatten(), descending=True, stable=True)
@@ -151,14 +151,14 @@ def fresh_mask(frozen: Mapping[str, Tensor], score: float) -> Mask:
 
 
 def bytes_of_bits(bits: int) -> int:
-    """The bytes that hold so many bits."""
+    """The number of bytes that hold this many bits."""
     return math.ceil(bits / 8)
 
 
 class MaskSteps:
-    """Makes steps of the scores from the gradients of the masked weights, and masks these anew.
+    """Updates the scores from the gradients of the masked weights, then applies the new mask to the weights.
 
-    `weights` are the module's parameters; those without a mask stay as they are.
+    `weights` are the module's parameters; those without a mask are not trained.
     """
 
     def __init__(self, weights: Optimizer, frozen: Mapping[str, Tensor], mask: Mask, local: LocalSGD) -> None:
@@ -167,7 +167,7 @@ class MaskSteps:
         self.apply()
 
     def step(self) -> None:
-        """dL/ds = dL/dm = dL/d(w m) * w, on what the silo keeps."""
+        """dL/ds = dL/dm = dL/d(w m) * w, for the weights that the silo keeps."""
         for name, scores in self.mask.scores.items():
             scores.grad = gradient_of(self.parameters[name]) * self.frozen[name] * self.mask.keeps[name]
         self.sgd.step()
@@ -193,7 +193,7 @@ class TrainFedMask:
     validation: ValidationUse = "trained"
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
-        """Trains the scores; the update holds bits, and what the silo keeps."""
+        """Trains the scores; the update holds the bits and the keep masks."""
         network, state = self.subnet.on(worker), assignment.state
         data = client_samples(worker, assignment, use_validation=self.validation == "trained")
         everything = received(worker, network, weights)
@@ -238,7 +238,7 @@ class TrainFedMask:
 
 
 def majority_of(bits: Tensor, keeps: Tensor, silos: int) -> Tensor:
-    """The majority's bits (int8) from the means of bits and of what is kept over so many silos; -1 where too few do."""
+    """The majority's bits (int8) from the means of bits and keep masks over the silos; -1 where fewer than two keep."""
     counted = keeps * silos > WITH_OTHERS - 0.5
     return torch.where(counted, (2 * bits >= keeps).to(torch.int8), torch.tensor(-1, dtype=torch.int8))
 

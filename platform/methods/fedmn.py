@@ -7,7 +7,7 @@ SPIDER, App. B.1. Interpretation in fedloom:
 2. Then, in every round, a silo receives the router, draws its modules, and receives only these; it trains router and
    modules, and sends both back. A module is averaged over the silos that chose it, weighted by samples; the fixed part
    and the router over all silos of the round.
-3. In the end every silo uses the modules that the router chooses without noise, and adapts them to its own data.
+3. At the end every silo uses the modules that the router chooses without noise, and adapts them to its own data.
 
 A module is one option of one decision of the space, on or off. A silo sends neither its data nor the router's input
 computed from them, but the server learns which modules it chose.
@@ -124,7 +124,7 @@ def initial_router(space: SumsOptions, num_classes: int, generator: torch.Genera
 
 def received_router(space: SumsOptions, num_classes: int, weights: Weights, device: torch.device) -> Router:
     """A new router module with the shared tensor group's values."""
-    # Every tensor is loaded: values that were moved to a device first would be waited for.
+    # Every tensor is loaded from main memory: moving the values to the device first would make the host wait.
     router = on_meta(partial(_build, space, num_classes)).to_empty(device=device)
     assert isinstance(router, Router), "that is what was built"
     router.load_state_dict({name: weights[f"{PREFIX}{name}"] for name in router.state_dict()})
@@ -139,7 +139,7 @@ def embedding_of(data: tuple[Tensor, Tensor], num_classes: int) -> Tensor:
     x, y = data
     # Averaging and pooling commute; averaging first allocates no tensor of the data's size.
     image = F.adaptive_avg_pool2d(x.mean(dim=0), SIDE)
-    # A device would be waited for by `bincount`, whose result is as long as the largest label says.
+    # Not `bincount`: the length of its result depends on the largest label, so the host would wait for the device.
     histogram = (y.unsqueeze(1) == torch.arange(num_classes, device=y.device)).sum(dim=0).to(image.dtype) / len(y)
     return torch.cat([image.flatten(), histogram])
 

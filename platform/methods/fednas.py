@@ -1,7 +1,7 @@
 """FedNAS (He et al. 2020): architecture parameters are trained and averaged like weights.
 
 during the search: every silo trains weights and architecture parameters (MiLeNAS), both are averaged
-after the search:  every edge keeps the operator of the largest parameter, and FedAvg continues to train them
+after the search:  every edge keeps the operator with the largest parameter, and FedAvg continues to train them
 """
 
 from dataclasses import dataclass, field, replace

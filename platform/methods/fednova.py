@@ -5,7 +5,8 @@
                sends x + Delta_i / a_i
     server:    x <- x + (sum_i p_i a_i) (sum_i p_i Delta_i / a_i),  where p_i is the client's share in the mean
 
-Parts of a supernet: p_i is the share among those that hold a scalar, tau_i the number of steps that reached it.
+For parts of a supernet, p_i is the share among the clients that hold a scalar, and tau_i the number of steps that
+reached it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class FedNova(LocalRule):
     """The clients' side: the normalised change, and a_i as the factor that belongs to it."""
 
     server = "fednova"
-    needs_whole_change = False  # nothing is kept: the mean of normalised changes is as good of those that are sent
+    needs_whole_change = False  # no state is kept, and the normalised changes can also be averaged if sent in part
 
     def refuses(self, local: LocalSGD) -> str | None:
-        """a_i is that of SGD with one rate, whose momentum begins at zero."""
+        """Refuses all but SGD with one learning rate and momentum that starts at zero, for which a_i is derived."""
         if local.keeps_state and local.momentum:
             return "optimizer_state=kept: a_i is that of momentum which begins at zero; use optimizer_state=fresh"
         return not_plain(local, "a_i counts steps of SGD")
@@ -49,7 +50,7 @@ class FedNova(LocalRule):
         return LinearCorrection(steps=(steps,))
 
     def end(self, client: LocalClient) -> None:
-        """Replaces the trained values by x + Delta_i / a_i; what no step has reached has not changed."""
+        """Replaces the trained values by x + Delta_i / a_i; parameters that no step reached have not changed."""
         for name, parameter in client.parameters.items():
             total = total_weight(client.notes[name], client.local.momentum)
             client.factors[name] = total

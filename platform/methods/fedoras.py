@@ -8,11 +8,11 @@
 (rand_init) the same from fresh weights, as a baseline
 4. evaluate every tier's models
 
-Where paper and code leave a choice: "different, but possibly overlapping, subspaces can be selected for each client in
-a round" (Sec. 3.1), so that each client has one of its own; `communication.one_per_round` draws one per round.
-Operators that a batch's path leaves out rest; `idle_momentum` moves them on, as the authors' torch did. Perplexity is
-the exponential of the mean loss over all targets of a test set, not the mean of the batches' exponentials, which is
-larger; over clients it is the mean of the clients' own perplexities.
+Where paper and code leave a choice: because "different, but possibly overlapping, subspaces can be selected for each
+client in a round" (Sec. 3.1), each client gets its own; with `communication.one_per_round`, one is drawn per round.
+Operators outside a batch's path are not updated; with `idle_momentum`, momentum still moves them, as in the authors'
+version of torch. Perplexity is the exponential of the mean loss over all targets of a test set, not the mean of the
+batches' exponentials, which is larger; over clients it is the mean of the clients' own perplexities.
 """
 
 import logging
@@ -82,7 +82,7 @@ class CommunicationConfig:
     value: Annotated[float, POSITIVE, "the budget in this unit"] = 0.5
     one_per_round: Annotated[
         bool,
-        "all clients of a round get one subspace, and what a tier needs for a path in its budget; false: each its own",
+        "all clients of a round get one subspace, plus what a tier needs for a path in its budget; false: one each",
     ] = False
 
 
@@ -115,14 +115,15 @@ class FedorASConfig:
 
 
 PUBLISHED_RATIOS = {"CIFAR-10": 5.6, "Speech Commands": 3.4}
-"""What `epochs_per_operator` is at the paper's settings."""
+"""`epochs_per_operator` at the paper's settings."""
 
 
 def epochs_per_operator(config: "RunConfig", space: SearchSpace) -> float | None:
-    """The epochs for which clients train an operator of the supernet, as a multiple of those of rand-init's network.
+    """Training epochs per operator of the supernet, as a multiple of those of rand-init's network.
 
-    Of the operators of a layer each is on as many of the paths; the tasks' classifiers are no operators. None without
-    rand-init. A supernet far below the paper's ratios is hardly trained: comparing it with rand-init says little.
+    Each operator of a layer is taken to be on equally many paths; the tasks' classifiers are not operators. None
+    without rand-init. A supernet far below the paper's ratios is hardly trained: comparing it with rand-init says
+    little.
     """
     method, num_clients = config.method, config.data.num_clients
     supernet, alone = (
@@ -328,7 +329,7 @@ class SliceStage(Stage):
         return len(self._winners(state)) - state.round
 
     def macs_left(self, state: RunState) -> float:
-        """Those of the passes that statistics are estimated in."""
+        """The MACs of the forward passes that estimate statistics."""
         left = len(self.world.tiers) - state.round
         return max(0, left) * CALIBRATION_SAMPLES * self.world.expected_macs()
 
@@ -353,7 +354,7 @@ def tier_jobs(world: World, state: RunState, models: Sequence[str]) -> list[Eval
             continue
         for model in models:
             group = group_name(tier.name, model)
-            stands_alone = group in state.groups  # a slice without statistics of its own has those of the supernet
+            stands_alone = group in state.groups  # a slice without statistics of its own uses the supernet's
             subnet = Subnet(architecture, stands_alone, AVERAGED)
             jobs.append(tier_job(world, index, model, subnet, group if stands_alone else SUPERNET))
     return jobs

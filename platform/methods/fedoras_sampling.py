@@ -1,4 +1,4 @@
-"""What FedorAS draws for a client within its budgets: the operators that it receives, and paths of them to train.
+"""FedorAS' draws for a client within its budgets: the operators that it receives, and the paths that it trains.
 
 Source: Dudziak et al., TMLR 2022, Sec. 3.1 and Eq. 1.
 """
@@ -16,7 +16,7 @@ from fedloom.tiers.costs import CostTable, size_of
 
 
 def communication_limit(space: SearchSpace, unit: str, value: float) -> tuple[CostTable, float]:
-    """The sizes of what may be sent to one client, and their limit in the table's unit.
+    """The table of tensor sizes, and the limit on what is sent to one client, in the table's unit.
 
     `unit` is fraction (of the supernet's parameters), parameters, or bytes.
 

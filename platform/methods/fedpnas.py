@@ -149,7 +149,7 @@ class ScoreSplit:
 
 
 def checked_base(config: FedPnasConfig, space: HasCells) -> int:
-    """The number of cells of the base; ValueError if it leaves silos nothing, a warning if not all types of cells."""
+    """The number of base cells; ValueError without a base or own part, a warning if the own part lacks a cell type."""
     cells = space.num_cells
     base_cells = cells // 3 if config.base_cells is None else config.base_cells
     if not 1 <= base_cells < cells:

@@ -1,22 +1,21 @@
-"""FedProto (Tan et al. 2022, Alg. 1): clients share the mean features of their classes, and no weights at all.
+"""FedProto (Tan et al. 2022, Alg. 1): clients share the mean features of their classes, and no weights.
 
 C <- nothing; w_i <- fresh
 in every round: a selected client trains its own w_i by
-                    loss(x, y) + pull * mean square (features(x) - C[y]),   the second for the classes that C knows
-                and sends, of each of its classes, C_i[j], the mean features of its samples of the class, and their
-                number;
-                the server averages them: C[j] = sum_i n_ij C_i[j] / sum_i n_ij   (Eq. 6), a class of nobody stays
-in the end:     every client's w_i is scored on its own test data, by the nearest C[j] to a sample's features (Eq. 4)
+                    loss(x, y) + pull * mean square (features(x) - C[y]),   the second only for classes in C
+                and sends, for each of its classes j, C_i[j], the mean features of its n_ij samples, and n_ij;
+                the server averages them: C[j] = sum_i n_ij C_i[j] / sum_i n_ij   (Eq. 6); without a sender C[j] stays
+at the end:     every client's w_i is scored on its own test data, by the C[j] nearest to a sample's features (Eq. 4)
 
-Features are the inputs of the network's last linear layer. The distance is that of single samples, as in the authors'
-code, and not of the client's means (Eq. 8). Eq. 6 divides by the number of clients as well, which would shrink a
-prototype with everyone who has the class; that is left out. A message is what adds up: a tensor per class, with the
-number of samples as its weight. A client that has never taken part has the fresh network.
+Features are the inputs of the network's last linear layer. The distance is taken per sample, as in the authors' code,
+not for the client's means (Eq. 8). Eq. 6 also divides by the number of clients, which would shrink a prototype with
+every client that has the class; that is left out. An update has one tensor per class, weighted by its number of
+samples. A client that has never taken part has the fresh network.
 
-The authors' code differs from the paper in what it sends, adds up and scores: the features that the batches of the last
-epoch had while the network was still training; the clients' means, which count alike whatever their samples; and the
-nearest prototype among the classes that the client has. With features after training and samples as weights, its
-networks are those of this file up to rounding.
+The authors' code differs from the paper in what it sends, averages and scores. It sends the features that the batches
+of the last epoch had while the network was still training, averages the clients' means with equal weights, and scores
+by the nearest prototype among the client's own classes. With features after training and samples as weights, it gives
+the networks of this file up to rounding.
 """
 
 from collections.abc import Iterator
@@ -60,7 +59,7 @@ from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import Slice, Weights, bytes_of
 
 PROTOTYPE = "prototype/"
-"""Prefix of the names of the shared tensors (features,), followed by the class; zeros before anybody has sent one."""
+"""Prefix of the names of the shared tensors (features,), followed by the class; zeros until a client has sent one."""
 FAR = -1e9
 """The logit of a class without a prototype."""
 
@@ -115,7 +114,7 @@ def prototypes_in(weights: Weights, device: torch.device) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def mean_features(network: Network, data: Samples, last: list[Tensor]) -> dict[int, tuple[Tensor, int]]:
-    """The mean features and the number of the samples of every class that is there, of a loaded network."""
+    """For every class in the data, the loaded network's mean features (features,) and the number of samples."""
     (x, y), batches = (single(tree, "fedproto") for tree in data), list[Tensor]()
     for x_B in torch.split(x, EVALUATED):
         network.forward(x_B)
@@ -137,7 +136,7 @@ def pulled_loss(
     outputs: Outputs,
     targets: Any,
 ) -> Tensor:
-    """The loss with the pull; samples of classes without a prototype are not pulled, and count in the mean."""
+    """The loss plus the pull; samples of classes without a prototype are not pulled, but count in the mean."""
     (features,) = last
     goals = torch.where(known[targets].unsqueeze(1), prototypes[targets], features.detach())
     return objective.loss(outputs, targets) + pull * F.mse_loss(features, goals)
@@ -227,7 +226,7 @@ def stages(config: FedProtoConfig, world: World) -> list[Stage]:
     fresh = fresh_subnet(world, subnet)
 
     def initial(state: RunState) -> Weights:
-        """The network with which every client begins, which does not travel, and no prototype."""
+        """The network with which every client starts, which is never sent, and prototypes of zeros."""
         return {**(fresh(state) or {}), **{name: torch.zeros(shape) for name, shape in unknown.items()}}
 
     def client(round_: Round) -> TrainProto:

@@ -1,11 +1,11 @@
-"""FedRolex: clients train a window of the channels, which rolls on with every round (Alam et al. 2022, Alg. 1).
+"""FedRolex: clients train a window of the channels, which moves on every round (Alam et al. 2022, Alg. 1).
 
     in round j: a client of width p trains, in every layer of K channels, channels j, j + 1, ..., j + pK - 1 (modulo K);
                 a parameter becomes the mean over the clients that hold it
 
-To take the channels j to j + pK - 1 is to take the leading ones of a network whose channels were rolled by j. A
-network computes the same if the channels of all layers are permuted alike, so that the server rolls its weights by one
-channel after every round, and everything else is as in HeteroFL. A tier's model is the window after the last round.
+Channels j to j + pK - 1 are the leading channels of a network whose channels were rolled by j. A network computes the
+same if the channels of all layers are permuted alike. So the server rolls its weights by one channel after every round,
+and everything else is as in HeteroFL. A tier's model is the window after the last round.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FedRolexConfig(WidthConfig):
     """Training of rolling windows, and the tiers' models."""
 
     name: str = "fedrolex"
-    step: Annotated[int, ZERO_OR_MORE, "channels by which the window moves on after a round; 0: HeteroFL's"] = 1
+    step: Annotated[int, ZERO_OR_MORE, "channels by which the window moves after a round; 0: HeteroFL"] = 1
     train: TrainingConfig = field(default_factory=plainly_weighted)
 
 

@@ -1,9 +1,9 @@
-"""FjORD: ordered dropout, a width per batch, taught by the client's widest (Horváth et al. 2021, Alg. 1, Eq. 3).
+"""FjORD: ordered dropout, a width per batch, distilled from the widest (Horváth et al. 2021, Alg. 1, Eq. 3).
 
     client of maximum p_max:
-        for every batch draw p of the widths up to p_max, train the leading share p of the channels;
-        with self-distillation minimise the loss of p_max, and for p
-        (1 - a) cross entropy + a T^2 KL(p_max's outputs || p's), softened by T; p_max's are targets here, not trained
+        for every batch draw a width p up to p_max, train the leading share p of the channels;
+        with self-distillation minimise the loss of p_max plus that of p,
+        (1 - a) cross entropy + a T^2 KL(p_max's outputs || p's), softened by T; p_max's are fixed targets here
     server:
         a parameter becomes the mean over the clients that hold it, weighted by their samples
 
@@ -44,7 +44,7 @@ class FjordConfig(WidthConfig):
     """Training with ordered dropout, and the tiers' models."""
 
     name: str = "fjord"
-    distillation: Annotated[float, PART, "a, the weight of the widest's outputs in a width's loss; 0: none"] = 1.0
+    distillation: Annotated[float, PART, "a, weight of the distillation from the widest network; 0: none"] = 1.0
     temperature: Annotated[float, POSITIVE, "T, by which logits are divided in distillation"] = 1.0
 
 
@@ -57,7 +57,7 @@ class Ordered:
     temperature: float = 1.0
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
-        """The widest network's module, of which narrower ones use views."""
+        """The widest network's module; narrower networks use views of its tensors."""
         whole, draws, spent_macs = Subnet(self.widest).on(worker), self._draws(worker, assignment), [0.0]
         taught = DistilledLoss(self.distillation, self.temperature) if self.distillation else None
 
@@ -90,7 +90,7 @@ class Ordered:
         return Account(macs, size_bytes, int(parameters), subspace=architecture_id(self.widest))
 
     def held(self, space: SearchSpace) -> SliceMap:
-        """The widest's slices."""
+        """The widest network's slices."""
         return space.slices(self.widest)
 
     def _draws(self, worker: Worker, assignment: Assignment) -> Iterator[Architecture]:

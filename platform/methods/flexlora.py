@@ -1,15 +1,15 @@
-"""FlexLoRA: the server averages the adapters' products and cuts the mean to every rank (Bai et al. 2024, Sec. 3).
+"""FlexLoRA: the server averages the adapters' products and truncates the mean to each rank (Bai et al. 2024, Sec. 3).
 
     in every round: each client trains B (out, r) and A (r, in) of its tier's rank r, and sends them
                     W = sum_k p_k B_k A_k, p_k by the clients' samples (weighting=fedavg)
-                    W = U S V^T; B <- U S, A <- V^T, of which a client of rank r gets the first r columns and rows
+                    W = U S V^T; B <- U S, A <- V^T; a client of rank r gets B's first r columns and A's first r rows
 
-The first r singular directions are W's best approximation of rank r, whichever factor the singular values go to. They
-go to B: A's rows keep about the length with which LoRA begins, and a direction that W does not have is B = 0 with A's
-gradient to grow by, where a square root in both would be a saddle. The authors' factors s_k are the space's factor
-here, the same at all ranks. What is trained besides is averaged as ever.
+The first r singular directions are W's best approximation of rank r, whichever factor the singular values go to. Here
+they go to B: A's rows keep about the norm with which LoRA starts, and a direction that W lacks has B = 0 but can still
+grow, because A is not zero; with a square root in both factors it would be a saddle point. The authors' factors s_k are
+the space's factor here, the same for all ranks. All other trained tensors are averaged as usual.
 
-Workers multiply what a client sends, for chunks to be summed: the server's work, and no bytes.
+Workers compute the products, so that chunks can be summed: this is the server's work, and adds no bytes to messages.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class SendProducts(Train):
 
 
 def product_of(pair: Pair) -> str:
-    """The name of the server's sum of a layer's products."""
+    """The name of the tensor that sums a layer's products on the server."""
     return f"product/{pair.down}"
 
 
 @torch.no_grad()
 def with_products(update: Update, pairs: Sequence[Pair]) -> Update:
-    """The update with B A, of A's weight, in the place of B and A."""
+    """The update with the product B A (out, in), weighted as A is, in place of B and A."""
     tensors, slices, weights = dict(update.tensors), dict(update.slices), dict(update.weights)
     for pair in pairs:
         up, down, name = tensors.pop(pair.up), tensors.pop(pair.down), product_of(pair)
@@ -80,7 +80,7 @@ def with_products(update: Update, pairs: Sequence[Pair]) -> Update:
 
 
 def empty_products(weights: Weights, pairs: Sequence[Pair]) -> dict[str, Tensor]:
-    """The sums before a round."""
+    """The sums of products (out, in) before a round: zeros."""
     return {
         product_of(pair): weights[pair.up].new_zeros(weights[pair.up].shape[0], weights[pair.down].shape[1])
         for pair in pairs
@@ -96,7 +96,7 @@ def factors_of(product: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def redistributed(weights: Weights, pairs: Sequence[Pair]) -> dict[str, Tensor]:
-    """The weights with the factors of the mean products; a layer of which nobody has sent any keeps its adapter."""
+    """The weights with the factors of the mean products; a layer whose product no client sent keeps its adapter."""
     after = {**weights, **empty_products(weights, pairs)}
     for pair in pairs:
         product = weights.get(product_of(pair))
@@ -106,7 +106,7 @@ def redistributed(weights: Weights, pairs: Sequence[Pair]) -> dict[str, Tensor]:
 
 
 def check_adapters(train: TrainingConfig, who: str, why: str) -> None:
-    """Raises ValueError for what needs the adapters as they are sent, which the server makes new ones of."""
+    """Raises ValueError for settings that need the adapters as they are sent: the server replaces them by new ones."""
     refuse_what_stays(train, who, why)
     if train.privacy.clip is not None or train.privacy.secure or train.privacy.noise:
         raise ValueError(

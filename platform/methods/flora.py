@@ -1,17 +1,17 @@
-"""FLoRA: clients' adapters are stacked and merged into the base, which every client does by itself (Wang et al. 2024).
+"""FLoRA: the server stacks the clients' adapters, and every client merges the stack into its base (Wang et al. 2024).
 
-    in every round: each client draws A (r, in) anew, of its tier's rank r, with B (out, r) zero,
-                    trains both on the base as it is, and sends them
+    in every round: each client draws a new A (r, in) with its tier's rank r, sets B (out, r) to zero,
+                    trains both on the current base, and sends them
                     server: A = [p_1 A_1; ...; p_K A_K], B = [B_1, ..., B_K], p_k by the samples (weighting=fedavg)
                     each client gets A and B, and merges them: W <- W + s B A = W + s sum_k p_k B_k A_k
 
-Nothing is lost by a mean of factors: the sum of the products is exact (Eq. 3 to 5). What the base becomes differs from
-the constant that every process holds by a sum of products, one per layer: the state of the server, and of the workers,
-that `space.lora.merged=true` adds to the network.
+Unlike a mean of the factors, the sum of the products is exact (Eq. 3 to 5). Every process holds the original base as a
+constant. The current base differs from it by a sum of products per layer, which `space.lora.merged=true` adds to the
+network; these sums are the state of the server and of the workers.
 
 A client's bytes: it draws A and B itself, and sends them. It gets what it has missed since it last took part, or since
-the beginning: the stacks of these rounds, or the layers' sums as whole matrices, whichever is smaller. The paper sends
-every stack to all clients; here a client that takes no part in a round gets it when it takes part again.
+the first round: the stacks of these rounds, or the layers' sums as whole matrices, whichever is smaller. The paper
+sends every stack to all clients; here a client that skips a round gets its stack when it next takes part.
 """
 
 from __future__ import annotations
@@ -47,39 +47,39 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.slices import Weights
 
 STACKS, SEEN = "flora_stacks", "flora_seen"
-"""The run's JSON values: bytes of every round's stack, and by client the last round that it took part in."""
+"""The run's JSON values: the bytes of every round's stack, and per client the last round in which it took part."""
 
 
 @dataclass
 class FLoRAConfig(WidthConfig):
-    """Training of fresh adapters in every round, and the tiers' models, which are all the base with what was merged."""
+    """Training of fresh adapters in every round, and the tiers' models, all of which are the merged base."""
 
     name: str = "flora"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The bytes of a pair of factors per rank, and of the sums of products, over all layers."""
+    """Bytes over all layers: of the factors A and B, per rank, and of the merged sums of products."""
 
     per_rank: int
     merged: int
 
     @classmethod
     def of(cls, space: HasAdapters) -> Sizes:
-        """Those of a space."""
+        """The sizes in a space."""
         shapes = supernet_shapes(space)
         outs, ins = [shapes[pair.up][0] for pair in space.pairs], [shapes[pair.down][1] for pair in space.pairs]
         products = sum(o * i for o, i in zip(outs, ins, strict=True))
         return cls(FLOAT_BYTES * (sum(outs) + sum(ins)), FLOAT_BYTES * products)
 
     def missed(self, stacks: Sequence[int], since: int) -> int:
-        """What a client gets that has the base of before round `since`, given every round's stack."""
+        """The bytes sent to a client whose base is that of before round `since`, given the bytes of all stacks."""
         return min(sum(stacks[since:]), self.merged)
 
 
 @dataclass(frozen=True)
 class SendStack(Train):
-    """A client that trains fresh adapters and sends them, to be merged; `missed_bytes` are those that it gets."""
+    """A client that trains fresh adapters and sends them to be merged; it first gets the `missed_bytes`."""
 
     pairs: Sequence[Pair] = ()
     scale: float = 1.0
@@ -93,7 +93,7 @@ class SendStack(Train):
     def finished(
         self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int, weights: Weights
     ) -> ClientResult:
-        """The result with what the base becomes by this client alone in the place of its adapters."""
+        """The result whose update has the sums merged with this client's adapters alone, in place of the adapters."""
         result = super().finished(worker, assignment, trained, samples, weights)
         assert result.update is not None, "it has trained"
         return replace(self._with_traffic(worker, result), update=merged(result.update, self.pairs, self.scale))
@@ -102,7 +102,7 @@ class SendStack(Train):
         return self._with_traffic(worker, super().account(worker, assignment))
 
     def _with_traffic(self, worker: Worker, result: ClientResult) -> ClientResult:
-        """The result without the bytes of the sums, and of the adapters that the client draws by itself."""
+        """The result with bytes for what is sent: not the sums or the client's own new A and B, but what it missed."""
         space = with_adapters(worker.space, "flora")
         sizes, (option,) = Sizes.of(space), parse_architecture(result.architecture or "")
         adapters = space.ranks[option] * sizes.per_rank
@@ -111,7 +111,7 @@ class SendStack(Train):
 
 
 def with_fresh_adapters(weights: Weights, pairs: Sequence[Pair], generator: torch.Generator) -> dict[str, Tensor]:
-    """The weights with adapters as LoRA begins: A uniform in +-1/sqrt(in), B zero."""
+    """The weights with LoRA's initial adapters: A uniform in +-1/sqrt(in), B zero."""
     fresh = dict(weights)
     for pair in pairs:
         old, bound = weights[pair.down], 1 / math.sqrt(weights[pair.down].shape[1])
@@ -122,7 +122,7 @@ def with_fresh_adapters(weights: Weights, pairs: Sequence[Pair], generator: torc
 
 @torch.no_grad()
 def merged(update: Update, pairs: Sequence[Pair], scale: float) -> Update:
-    """The update with the sum of merged products, this client's added, in the place of A and B."""
+    """The update with the sum of merged products, including this client's, in place of A and B."""
     tensors, weights = dict(update.tensors), dict(update.weights)
     for pair in pairs:
         up, down = tensors.pop(pair.up), tensors.pop(pair.down)

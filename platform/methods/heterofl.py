@@ -1,13 +1,13 @@
 """HeteroFL: every client trains the leading share of the channels that its tier affords (Diao et al. 2021, Alg. 1).
 
     in every round: each client trains the leading channels of the global network, as many as its tier's width allows
-                    (dynamic: a width drawn among these), hidden layers scaled up by the inverse share in training;
-                    a parameter becomes the mean over the clients that hold it (weighting=plain)
-    in the end:     batch norms, which keep no statistics in training, get the clients' (norm=static);
+                    (dynamic: at most as many, drawn at random); in training, hidden layers are scaled up by the
+                    inverse share; a parameter becomes the mean over the clients that hold it (weighting=plain)
+    at the end:     clients measure the statistics of batch norms, which keep none in training (norm=static);
                     each tier's model is the leading part of the global network
 
-The paper's clients mask absent classes, whose rows of the classifier the authors' code leaves out of the mean:
-objective.name=masked_classes does both. One width for all is FedAvg.
+In the paper, clients mask the classes that their data lack; the authors' code also leaves the classifier's rows of
+these classes out of the mean. objective.name=masked_classes does both. One width for all is FedAvg.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HeteroFLConfig(WidthConfig):
     """Training of leading channels, and the tiers' models."""
 
     name: str = "heterofl"
-    dynamic: Annotated[bool, "clients draw a width of those that their tier affords in every round"] = False
+    dynamic: Annotated[bool, "in every round, clients draw one of the widths that their tier affords"] = False
     train: TrainingConfig = field(default_factory=plainly_weighted)
 
 

@@ -1,14 +1,15 @@
-"""HetLoRA: clients of unequal ranks, pruned by themselves and weighted by what they have learnt (Cho et al. 2024).
+"""HetLoRA: clients of unequal ranks, which they prune themselves, weighted by their adapters' norms (Cho et al. 2024).
 
     in every round: client of rank r gets the first r columns of B and rows of A (truncation), and minimises
-                    its loss + penalty ||B[:, g r:]|| ||A[g r:, :]||, norms of all layers added up (rank self-pruning)
+                    its loss + penalty ||B[:, g r:]|| ||A[g r:, :]||, summed over all layers (rank self-pruning)
                     if that product of norms is smaller than before training, r <- g r, and the rest is cut off
                     server: B and A padded by zeros to the largest rank (zero-padding),
                     their mean weighted by ||B A||, layer by layer (sparsity-weighted aggregation)
 
-The norms are Frobenius norms; g is `decay`. Ranks are the space's: g r is the largest of them that is not above, and a
-client without such keeps its rank. What is trained besides is averaged as ever. With decay=1, norm_weights=false and
-one rank it is FedAvg of the adapters; the zeros are what distinguishes it from HeteroFL, where who holds a row counts.
+The norms are Frobenius norms; g is `decay`. Only the space's ranks are used: g r is rounded down to one of them,
+and a client keeps its rank if there is none. All other trained tensors are averaged as usual. With decay=1,
+norm_weights=false and one rank this is FedAvg of the adapters. Unlike in HeteroFL, where a row is averaged over the
+clients that hold it, the padded zeros count in the mean.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.slices import Weights
 
 OPTION = f"{STATE}{COUNTERS}rank"
-"""In a client's state, the option to which it has pruned its rank."""
+"""The name, in a client's state, of the option (index of a rank) to which it has pruned itself."""
 
 
 @dataclass
@@ -50,15 +51,18 @@ class HetLoRAConfig(WidthConfig):
     """Training of adapters of each client's rank, and the tiers' models."""
 
     name: str = "hetlora"
-    decay: Annotated[float, SHARE, "g, to which share of its rank a client prunes itself; 1: no pruning"] = 0.5
-    penalty: Annotated[float, ZERO_OR_MORE, "weight of the norms of what would be pruned in the loss"] = 0.005
+    decay: Annotated[float, SHARE, "g, the share of its rank to which a client prunes itself; 1: no pruning"] = 0.5
+    penalty: Annotated[float, ZERO_OR_MORE, "weight, in the loss, of the norms of what would be pruned"] = 0.005
     norm_weights: Annotated[bool, "whether adapters are weighted by the norm of B A; false: by train.weighting"] = True
 
 
 def pruned(ranks: Sequence[int], option: int, decay: float) -> int | None:
-    """The option of the largest rank up to `decay` times an option's; None if there is none, or nothing to prune."""
+    """The option with the largest smaller rank that is at most `decay` times the given option's; None without any.
+
+    A decay of 1 prunes nothing.
+    """
     below = [i for i in range(option) if ranks[i] <= decay * ranks[option]]
-    return below[-1] if below else None
+    return below[-1] if below and decay < 1 else None
 
 
 def tail_norms(tensors: Mapping[str, Tensor], pairs: Sequence[Pair], rank: int) -> Tensor:
@@ -69,7 +73,7 @@ def tail_norms(tensors: Mapping[str, Tensor], pairs: Sequence[Pair], rank: int) 
 
 @torch.no_grad()
 def weighed_by_norms(update: Update, pairs: Sequence[Pair], share: float) -> Update:
-    """The update with the norm of B A as the weight of both."""
+    """The update in which `share` times the norm of B A is the weight of both B and A."""
     weights = dict(update.weights)
     for pair in pairs:
         up, down = update.tensors[pair.up].double(), update.tensors[pair.down].double()
@@ -80,7 +84,7 @@ def weighed_by_norms(update: Update, pairs: Sequence[Pair], share: float) -> Upd
 
 
 def cut(update: Update, pairs: Sequence[Pair], rank: int) -> Update:
-    """The update with the adapters' first columns and rows."""
+    """The update with only the first `rank` columns of B and rows of A."""
     tensors, slices = dict(update.tensors), dict(update.slices)
     for pair in pairs:
         tensors[pair.up], tensors[pair.down] = tensors[pair.up][:, :rank], tensors[pair.down][:rank]
@@ -90,7 +94,7 @@ def cut(update: Update, pairs: Sequence[Pair], rank: int) -> Update:
 
 
 def padded(update: Update, pairs: Sequence[Pair], rank: int) -> Update:
-    """The update with the adapters of the largest rank, zeros where the client has nothing."""
+    """The update with the adapters padded with zeros to `rank`, the largest."""
     tensors, slices = dict(update.tensors), dict(update.slices)
     for pair in pairs:
         missing = rank - len(tensors[pair.down])
@@ -102,7 +106,7 @@ def padded(update: Update, pairs: Sequence[Pair], rank: int) -> Update:
 
 @dataclass(frozen=True)
 class Pruning(OfSubnet):
-    """A subnet whose loss has the norms of what would be pruned."""
+    """A subnet whose loss includes `penalty` times the norms of what would be pruned."""
 
     pairs: Sequence[Pair]
     rank: int
@@ -121,9 +125,9 @@ class Pruning(OfSubnet):
 
 @dataclass(frozen=True)
 class SendPadded(Train):
-    """A client that prunes its rank, and whose adapters count as the largest ones, with zeros.
+    """A client that prunes its rank, and whose adapters are padded with zeros to the largest rank.
 
-    `ranks` are the space's, `option` the client's own, and `smaller` the one to which it may prune.
+    `ranks` are the space's ranks, `option` is the index of the client's own, `smaller` of the one it may prune to.
     """
 
     pairs: Sequence[Pair] = ()
@@ -151,7 +155,7 @@ class SendPadded(Train):
     def finished(
         self, worker: Worker, assignment: Assignment, trained: TrainedNetwork, samples: int, weights: Weights
     ) -> ClientResult:
-        """The result as it is summed."""
+        """The result with the padded update that is summed."""
         result = super().finished(worker, assignment, trained, samples, weights)
         assert result.update is not None, "it has trained"
         return replace(result, update=padded(result.update, self.pairs, self.ranks[-1]))
@@ -164,7 +168,7 @@ def option_of(round_: Round, client_id: int, widest: Architecture) -> int:
 
 
 def check(config: HetLoRAConfig) -> None:
-    """Raises ValueError for what does not know a pruned, padded or weighted update."""
+    """Raises ValueError for settings that cannot handle pruned, padded or norm-weighted updates."""
     train, privacy = config.train, config.train.privacy
     if train.processors and config.decay < 1:
         raise ValueError(

@@ -40,9 +40,9 @@ BATCH = 256
 class KnnPerConfig(SubnetConfig):
     """FedAvg, then every silo mixes in the prediction of its nearest samples.
 
-    With `train.use_validation`, as in the paper, FedAvg trains on validation data, too, it joins the silos' stores, and
-    the mixing weight is chosen by cross-validation on the store; otherwise it is chosen on validation data, which is
-    then neither trained on nor stored.
+    With `train.use_validation`, as in the paper, FedAvg also trains on validation data, the silos' stores include them,
+    and the mixing weight is chosen by cross-validation on the store. Otherwise the weight is chosen on validation data,
+    which are then neither trained on nor stored.
     """
 
     name: str = "knn_per"
@@ -54,9 +54,10 @@ class KnnPerConfig(SubnetConfig):
 class ScoreNearest:
     """Scores the predictions share * neighbours + (1 - share) * shared model on a silo's test data.
 
-    The data store holds the features of the silo's training data, with its validation data if `use_validation`. Then
-    the share has the highest accuracy on the store itself when every sample is predicted by its neighbours among the
-    others (leave-one-out cross-validation), otherwise on the validation data; ties go to the smallest.
+    The data store holds the features of the silo's training data and, with `use_validation`, of its validation data.
+    The share is the one with the highest accuracy: with `use_validation` on the store itself, where every sample is
+    predicted by its neighbours among the others (leave-one-out cross-validation), otherwise on the validation data.
+    Ties go to the smallest share.
 
     Attributes:
         neighbours: k; a silo with fewer samples uses all of them.
@@ -134,7 +135,7 @@ def nearest_labels(
     """Class probabilities (n, classes) from the labels of the nearest features, weighted by exp(-distance / sigma).
 
     With `leave_one_out`, the queries are the features, and none is a neighbour of itself; a single one has no neighbour
-    and no probabilities. Source: Marfoq et al. 2022, Eq. 7; sigma is `scale` times a query's mean distance to its
+    and probabilities of 0. Source: Marfoq et al. 2022, Eq. 7; sigma is `scale` times a query's mean distance to its
     neighbours, so that `scale` is comparable between networks.
     """
     k = min(neighbours, len(features) - leave_one_out)

@@ -1,14 +1,14 @@
-"""OFA: the full network is trained, then teaches its subnets while smaller ones open (Cai et al. 2020, Sec. 3.3).
+"""OFA: the full network is trained, then teaches ever smaller subnets (Cai et al. 2020, Sec. 3.3).
 
-    first:        clients train the full network, which then is the teacher
+    first:        clients train the full network, which then becomes the teacher
     depths open:  for every batch, add up the gradients of 2 random subnets of full width and of the open depths
     widths open:  sort the channels of every block by their L1 norm;
                   for every batch, add up the gradients of 4 random subnets of any depth and of the open widths
-    depths and widths open one after the other, the larger first, each after as many rounds
+    within a phase, depths (or widths) open one by one, larger ones first, after equal numbers of rounds
     a subnet minimises cross entropy + lambda KL(the teacher's outputs || its own)
 
 All data at one client (data.num_clients=1) is OFA as published. In a federation every client trains the whole supernet,
-which is averaged, and receives the teacher besides. CompOFA (Sahni et al. 2021) couples the width of a stage with its
+which is averaged, and also receives the teacher. CompOFA (Sahni et al. 2021) couples the width of a stage with its
 depth (space.coupled=true), so that there are few subnets, all of which open after the teacher's rounds (depth_share=0).
 The last phase alone, without a teacher, is SuperFedNAS' multi-stage baseline. No space here has elastic kernels.
 """
@@ -64,11 +64,11 @@ TEACHER = "teacher/"
 class OFATrainingConfig(TrainingConfig):
     """Training in phases; by default with the shares of OFA's epochs."""
 
-    full_share: Annotated[float, PART, "share of the rounds, from the first, for the full network"] = 0.375
+    full_share: Annotated[float, PART, "share of the rounds, from the first, that train the full network"] = 0.375
     depth_share: Annotated[float, PART, "share of the rounds, after these, in which only depths open"] = 0.3125
     subnets_per_batch: Annotated[
         list[Annotated[int, UP_TO_A_THOUSAND]],
-        "random subnets per batch, whose gradients are summed: while depths open, and while widths do",
+        "random subnets per batch, whose gradients are summed: two numbers, while depths open and while widths open",
     ] = field(default_factory=lambda: [2, 4])
     teaching: Annotated[float, ZERO_OR_MORE, "lambda, the weight of the teacher's outputs in a subnet's loss"] = 1.0
     sort_channels: Annotated[bool, "whether channels are sorted by importance before widths open"] = True
@@ -95,14 +95,14 @@ class OFAConfig:
 
 @dataclass(frozen=True)
 class Opened:
-    """What subnets may lack of the full network: so many blocks of every stage, and so many steps of each width."""
+    """How much smaller than the full network subnets may be: by `blocks` in every stage, by `widths` steps in width."""
 
     blocks: int = 0
     widths: int = 0
 
 
 def opened_in(config: OFATrainingConfig, space: HasSortedChannels, index: int) -> Opened:
-    """What is open in a round: nothing for the full network, then one step more after each equal share of a phase."""
+    """What is open in a round: nothing while the full network trains, then one more step per equal part of a phase."""
     blocks = max(stage.most - stage.fewest for stage in space.genome.stages)
     widths = max(len(set(values)) for values in space.design.widths.values()) - 1
     first, second = config.full_share * config.rounds, (config.full_share + config.depth_share) * config.rounds
@@ -120,13 +120,13 @@ def opened_in(config: OFATrainingConfig, space: HasSortedChannels, index: int) -
 
 @dataclass(frozen=True)
 class OpenSubnets(Shrinking):
-    """The whole supernet, trained along random subnets of those that are open and taught with weight `teaching`."""
+    """The whole supernet, trained along random open subnets, which the teacher teaches with weight `teaching`."""
 
     opened: Opened = Opened()
     teaching: float = 0.0
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
-        """The supernet's module; the teacher is the module of the largest subnet, with the weights that it has."""
+        """The supernet's module; the teacher is the largest subnet's module, with the weights loaded before."""
         network = super().on(worker, assignment)
         if not self.teaching:
             return network
@@ -213,7 +213,7 @@ def supernet_stage(world: World, config: OFATrainingConfig) -> TrainingStage:
         before, then = (opened_in(config, space, index) for index in (state.round, following))
         if config.teaching and before == Opened() != then:
             weights = {**weights, **{f"{TEACHER}{n}": t for n, t in weights.items() if n in names}}
-        if config.sort_channels and before.widths < 1 <= then.widths and weights:  # of which a dry run has none
+        if config.sort_channels and before.widths < 1 <= then.widths and weights:  # a dry run has none
             weights = space.with_sorted_channels(weights)
         return state.with_group(SUPERNET, weights)
 

@@ -9,24 +9,25 @@
     pacer:        if the utility of the last W rounds is below that of the W before, T grows
 
 What the paper leaves open is as in the authors' code: utilities are scaled, so that they and the staleness term can be
-added, and T is a quantile of the explored clients' durations, which grows with the pacer. Clients that took part more
-than `blacklist` times are left out, at most 30 % of the explored ones.
+added, and T is a quantile of the explored clients' durations, which the pacer raises. Clients that took part more than
+`blacklist` times are left out, at most 30 % of the explored ones.
 
-Where that code does otherwise than the paper, `variant=released` does as the code:
+Where that code differs from the paper, `variant=released` follows the code:
 
-    scale         from .999 times the least to the largest utility, which is not clipped; clients that are not explored
-                  count with their numbers of samples
-    exploitation  (1 - eps) K rounded down, and c times the utility of the rank below; eps decays before the first
-                  round, and is 0 once nobody is left to be explored
-    exploration   by samples, times (T / t)^alpha if slower: drawn from the 5 eps K with most
+    scale         from .999 times the least to the largest utility, which is not clipped; unexplored clients count with
+                  their numbers of samples
+    exploitation  (1 - eps) K rounded down, and c times the utility of the next lower rank; eps decays before the first
+                  round, and is 0 once all clients are explored
+    exploration   by samples, times (T / t)^alpha if slower than T: drawn from the 5 eps K clients with the most
     pacer         by the mean utility of exploited clients that answered: T grows if it changed by at most a tenth from
                   window to window, and falls if it changed by five times or more
     T             a quantile of all clients' durations
     the rest      drawn uniformly
 
-Durations of clients that are not explored are registered there, and here estimated from those of explored ones; a
-round's cost grows with the number of eligible clients. The code's options are exploration_decay=.95, cutoff=.7,
-clip=.98 and preferred=.1. On the same inputs selection is the same (total variation below .01; the paper's .15 to .2).
+Durations of unexplored clients are registered in the code, and estimated here from those of explored clients, so that
+the cost of a selection grows with the number of eligible clients. The code's options are exploration_decay=.95,
+cutoff=.7, clip=.98 and preferred=.1. On the same inputs `released` selects as the code does (total variation below .01;
+the paper's variant .15 to .2).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fedloom.platform.settings import ONE_OR_MORE, PART, ZERO_OR_MORE
 
 MOST_BLACKLISTED = 0.3
 WINDOW = 5
-"""Unexplored clients that are drawn uniformly (or are best) for each one that is then drawn by speed."""
+"""Candidates for each client to be explored: unexplored clients, drawn uniformly or, with `released`, the best."""
 
 
 Exploration = Annotated[float, PART, "Oort: eps, the share of clients that are explored in the first round"]
@@ -62,11 +63,11 @@ def oort(
     least_exploration: LeastExploration = 0.2,
     penalty: Penalty = 2.0,
     cutoff: Annotated[
-        float, PART, "Oort: c, the share of the last rank's utility from which on clients are drawn"
+        float, PART, "Oort: c, the share of the last rank's utility above which clients are drawn"
     ] = 0.95,
     clip: Annotated[float, PART, "Oort: the quantile at which utilities are clipped"] = 0.95,
     preferred: Preferred = 0.3,
-    pacer: Annotated[float, PART, "Oort: what the pacer adds to that quantile"] = 0.05,
+    pacer: Annotated[float, PART, "Oort: what the pacer adds to T's quantile"] = 0.05,
     window: Annotated[int, ONE_OR_MORE, "Oort: W, the pacer's window in rounds"] = 20,
     blacklist: Annotated[
         int | None, ONE_OR_MORE, "Oort: participations after which a client rests; null: never"
@@ -133,7 +134,7 @@ def utilities_of(
     utilities = {}
     for client_id, record in ready.items():
         scaled = (min(raw[client_id], most) - least) / scale
-        last = max(0, record.answered) if released else record.last_round  # older histories do not know it
+        last = max(0, record.answered) if released else record.last_round  # older histories do not have `answered`
         value = scaled + math.sqrt(0.1 * math.log(choice.round + 1) / (last + 1))
         slow = record.simulated_s > longest_s
         utilities[client_id] = value * (longest_s / record.simulated_s) ** penalty if slow else value
@@ -146,7 +147,7 @@ def _answered(choice: Choice) -> np.ndarray:
 
 
 def _estimated_s(choice: Choice, explored: dict[int, ClientRecord]) -> dict[int, float]:
-    """The seconds that clients which are not explored may take, by their samples and speed; 0 if nobody is explored."""
+    """The estimated seconds of every unexplored client, from its samples and speed; 0 if no client is explored."""
     pace = [r.simulated_s * choice.device(c).macs_per_s / r.samples for c, r in explored.items()]
     macs, fresh = median(pace or [0.0]), ~_answered(choice)
     pairs = zip(choice.eligible[fresh].tolist(), choice.sizes[fresh].tolist(), strict=True)
@@ -174,7 +175,7 @@ def _paced(
 def _paced_as_released(
     choice: Choice, explored: dict[int, ClientRecord], preferred: float, pacer: float, window: int
 ) -> dict[str, Any]:
-    """The memory as in the released code: its means of utility begin with one of nobody, before the first round."""
+    """The memory as in the released code, where the mean utilities start with that of no clients, before round 0."""
     means = [*choice.memory.get("means", [])]
     exploited = [c for c in choice.memory.get("exploited", []) if c in explored]
     answered = [c for c in exploited if explored[c].answered == choice.round - 1]
@@ -192,7 +193,7 @@ def _paced_as_released(
 def _by_utility(
     choice: Choice, utilities: dict[int, float], wanted: int, cutoff: float, reference: int = -1
 ) -> list[int]:
-    """Clients drawn by utility; the cutoff refers to the last wanted rank, or to the one after it (0)."""
+    """Clients drawn by utility; the cutoff refers to the last wanted rank (`reference` -1) or the one after it (0)."""
     wanted = min(wanted, len(utilities))
     if not wanted:
         return []
@@ -203,7 +204,7 @@ def _by_utility(
 
 def _by_speed(choice: Choice, explored: set[int], wanted: int) -> list[int]:
     fresh = [c for c in choice.draw(WINDOW * wanted + len(explored)) if c not in explored]
-    few = choice.rng.permutation(fresh)[: WINDOW * wanted].tolist()  # what is drawn is in the order of ids
+    few = choice.rng.permutation(fresh)[: WINDOW * wanted].tolist()  # `draw` sorts by id
     return choice.drawn_by({int(c): choice.device(int(c)).macs_per_s for c in few}, wanted)
 
 
@@ -214,6 +215,6 @@ def _by_samples(choice: Choice, fresh_s: dict[int, float], wanted: int, longest_
         for c, takes_s in fresh_s.items()
         if choice.can_take_part(c)
     }
-    mixed = choice.rng.permutation([*rewards]).tolist()  # no low id is preferred among equals
+    mixed = choice.rng.permutation([*rewards]).tolist()  # so that ties do not favour low ids
     best = sorted(mixed, key=lambda c: -rewards[c])[: WINDOW * wanted]
     return choice.drawn_by({c: rewards[c] for c in best}, wanted)

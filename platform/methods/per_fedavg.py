@@ -98,7 +98,7 @@ class MetaStep:
     objective: Objective
 
     def step(self) -> None:
-        """Applies the gradients of the first batch as the inner step, and draws the second batch."""
+        """Takes the inner step with the first batch's gradients, then the outer step with those of a second batch."""
         reached = [p for p in self.sgd.parameters if p.grad is not None]
         before = [p.detach().clone() for p in reached]
         with torch.no_grad():

@@ -1,29 +1,29 @@
-"""Personal layers: clients share a part of the network's tensors, and each of them keeps the others to itself.
+"""Personal layers: clients share a part of the network's tensors, and each client keeps the others to itself.
 
 weights <- fresh
 in every round: a selected client takes its own personal tensors (fresh ones in its first round) and the shared ones,
                 trains both on its data (FedRep: first the personal ones alone, then the shared ones alone),
                 keeps the personal tensors, and sends the shared ones;
                 the server averages the shared tensors
-in the end:     every client's network, the shared tensors with its own, is scored on its own test data
+at the end:     every client's network, the shared tensors with its own, is scored on its own test data
 
-`method.personal` names the tensors, and with them the method:
+`method.personal` names the personal tensors, and thereby chooses the method:
 
     FedPer (Arivazhagan et al. 2019, Alg. 1 and 2)   [classifier]
     FedRep (Collins et al. 2021, Alg. 1)             [classifier], with train.personal_epochs above 0
     FedBN (Li et al. 2021, Alg. 1)                   [batch_norms], parameters and running statistics
     LG-FedAvg (Liang et al. 2020, Alg. 1)            ["*", "!classifier"]
 
-A client that has never taken part has the fresh personal tensors, which all clients draw alike and which never travel.
-FedRep's epochs freeze parameters; running statistics of batch norms, which no gradient moves, follow in both.
+A client that has never taken part has the fresh personal tensors, which are the same for all clients and never sent.
+FedRep's epochs freeze parameters only; running statistics of batch norms are updated in both kinds of epochs.
 
-Two rounds of two clients agree with the authors' code up to rounding. What their programs do beyond the papers is left
-out. FedRep's ends with a round in which all clients train their classifiers alone, for at least ten epochs; its
-weights, not its biases, decay by .0001; and with a torch before 2.0 momentum moves the part that rests. LG-FedAvg's
-begins with weights of hundreds of rounds of FedAvg, shares the last two or three layers, and reports each client's
-network of the round that was best on test data. Those of FedBN, LG-FedAvg and, on CIFAR and MNIST, FedRep count clients
-alike, which is `method.train.weighting=plain`. In PFLlib running statistics never travel; here they do unless they are
-named.
+Two rounds of two clients agree with the authors' code up to rounding. What the code does beyond the papers is left out.
+FedRep's code ends with a round in which all clients train only their classifiers, for at least ten epochs; weights, not
+biases, decay by .0001; and with torch before 2.0, momentum moves the frozen part. LG-FedAvg's code starts from weights
+of hundreds of rounds of FedAvg, shares the last two or three layers, and reports each client's network of the round
+that was best on test data. The code of FedBN, LG-FedAvg and, on CIFAR and MNIST, FedRep weights all clients equally,
+which is `method.train.weighting=plain`. In PFLlib running statistics are never sent; here they are, unless
+`method.personal` names them.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ from fedloom.platform.spaces.slices import Architecture, SliceMap, Weights, byte
 from fedloom.platform.words import shown
 
 CLASSIFIER, BATCH_NORMS = "classifier", "batch_norms"
-"""Words of `method.personal` for what a network has under various names."""
+"""Keywords of `method.personal` for layers whose names differ between networks."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class PersonalTrainingConfig(SiloTrainingConfig):
     """Training of the clients."""
 
     personal_epochs: Annotated[
-        int, ZERO_OR_MORE, "epochs that train the personal tensors alone, the others the shared ones; 0: all train both"
+        int, ZERO_OR_MORE, "first epochs that train only personal tensors, the rest only shared; 0: all train both"
     ] = 0
 
 
@@ -90,7 +90,7 @@ class PersonalConfig(SubnetConfig):
     name: str = "personal_layers"
     personal: Annotated[
         list[Annotated[str, NOT_EMPTY]],
-        "tensors that stay with a client: patterns of names (head.*), classifier, batch_norms; after ! they are shared",
+        "tensors that stay with a client: name patterns (head.*), classifier, batch_norms; a ! before one shares it",
     ] = field(default_factory=lambda: [CLASSIFIER])
     train: PersonalTrainingConfig = field(default_factory=PersonalTrainingConfig)
 
@@ -100,7 +100,7 @@ class PersonalConfig(SubnetConfig):
 
 @dataclass(frozen=True)
 class PersonalLayers(OfSubnet):
-    """A subnet of which the tensors of these names neither travel nor are averaged."""
+    """A subnet whose tensors named in `personal` are neither sent nor averaged."""
 
     personal: frozenset[str]
 
@@ -119,7 +119,7 @@ class PersonalLayers(OfSubnet):
         )
 
     def held(self, space: SearchSpace) -> SliceMap:
-        """The shared tensors alone."""
+        """The shared tensors only."""
         return {name: piece for name, piece in super().held(space).items() if name not in self.personal}
 
 
@@ -149,7 +149,7 @@ def layers_of(space: SearchSpace, architecture: Architecture, patterns: list[str
 
 
 def with_own(assignment: Assignment, weights: Weights) -> Weights:
-    """The received tensors, with the client's own in the place of those that it has kept."""
+    """The received tensors, with those that the client has kept replaced by its own."""
     return {**weights, **under(assignment.state or {}, WEIGHTS)}
 
 
@@ -180,13 +180,13 @@ class TrainPersonal(Train):
 
         start = with_own(assignment, weights)
         trained = train_network(worker, assignment, network, start, data, self.local, steps).checked()
-        # What is counted and processed on its way is what travels.
+        # Only what is sent is counted and processed.
         trained = replace(trained, parameters=tuple(name for name in trained.parameters if name not in personal))
         result = self.finished(worker, assignment, trained, samples, weights)
         return replace(result, measurements=tuple(replace(m, model=PERSONAL) for m in result.measurements))
 
     def outcome(self, trained: TrainedNetwork, samples: int) -> ClientResult:
-        """The result with the shared tensors alone, and without an update if there are none."""
+        """The result with an update of the shared tensors only, or without an update if there are none."""
         personal = self.network.personal
         shared = trained.tensors.keys() - personal
         update = only(update_of(trained, samples, self.weighting, self.share), shared)
@@ -197,7 +197,7 @@ class TrainPersonal(Train):
 
 @dataclass
 class OneAfterTheOther:
-    """Steps of the personal parameters alone, and after `personal_steps` of the shared ones alone (FedRep)."""
+    """Steps that train only the personal parameters, and after `personal_steps` only the shared ones (FedRep)."""
 
     sgd: Optimizer
     personal: frozenset[str]
@@ -205,7 +205,7 @@ class OneAfterTheOther:
     made: int = 0
 
     def step(self) -> None:
-        """Makes a step of one part; the other has no gradient, and rests."""
+        """Makes a step of one part; the other part has no gradient and does not change."""
         is_first = self.made < self.personal_steps
         for name, parameter in zip(self.sgd.names, self.sgd.parameters, strict=True):
             if (name in self.personal) != is_first:
@@ -230,7 +230,7 @@ class ScorePersonal:
 
 
 def refuse_shared(train: SiloTrainingConfig, why: str) -> None:
-    """Raises ValueError for a local rule that sends tensors of every parameter, as SCAFFOLD does."""
+    """Raises ValueError for a local rule that sends more tensors for every parameter, as SCAFFOLD does."""
     if local_rule(rules_of(train, "method.train").local).shared:
         raise ValueError(
             f"method.train.local_rule={train.local_rule} shares tensors of every parameter, and {why}; use sgd or "

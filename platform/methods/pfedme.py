@@ -1,15 +1,15 @@
 """pFedMe (Dinh et al. 2020, Alg. 1): personal models that minimise Moreau envelopes around the shared one.
 
     in every round, silo i:   w_i <- w
-                              for every batch: theta_i <- K steps of learning rate lr, from where it is, on
+                              for every batch: theta_i <- K steps of learning rate lr, from its last value, on
                                                           f_i(theta; batch) + lambda / 2 ||theta - w_i||^2
                                                w_i <- w_i - eta lambda (w_i - theta_i)
-    server:                   w <- (1 - beta) w + beta times the mean of the w_i, which count alike (weighting=plain)
+    server:                   w <- (1 - beta) w + beta times the unweighted mean of the w_i (weighting=plain)
 
-theta_i begins every round at w, as in the authors' code; the paper leaves its beginning open. A silo's model is the
+theta_i starts every round at w, as in the authors' code; the paper does not say where it starts. A silo's model is the
 theta_i of its last round. Beyond the paper, the authors' code also has a weight decay of .001 (here `weight_decay`) and
-weights silos by their samples, and all of its silos train in a round from which only some are averaged; here those that
-are selected do. K = 1, eta lambda = 1 and beta = 1 are FedAvg.
+weights silos by their samples, and all silos train in every round although only some are averaged; here only selected
+silos train. With K = 1, eta lambda = 1 and beta = 1 this is FedAvg.
 """
 
 from collections.abc import Mapping
@@ -56,31 +56,31 @@ class PFedMeTrainingConfig(SiloTrainingConfig):
     )
     beta: Annotated[float, POSITIVE, "the server's step from the old weights to the mean; 1: the mean"] = 1.0
     momentum: Annotated[float, BELOW_ONE, "momentum of the personal model's SGD"] = 0.0
-    clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the gradient's norm with the pull, 0 for none"] = 0.0
-    # A personal model that no longer learns in the last round would end as the shared one.
+    clip_norm: Annotated[float, ZERO_OR_MORE, "limit of the norm of the gradient, pull included, 0 for none"] = 0.0
+    # With a learning rate of zero in the last round, a personal model would end as the shared one.
     schedule: Annotated[Schedule, "lr of the personal models over rounds"] = "fixed"
     weighting: Annotated[str, ComponentName("weighting rule"), "weights of a silo's tensors in the mean"] = "plain"
 
 
 @dataclass
 class PFedMeConfig(SubnetConfig):
-    """A personal model per silo, and the shared one in their middle."""
+    """A personal model per silo, and a shared model around which they are trained."""
 
     name: str = "pfedme"
     train: PFedMeTrainingConfig = field(default_factory=PFedMeTrainingConfig)
 
 
 class MoreauSteps:
-    """Makes K steps of the personal model on every batch, then one of the silo's shared model.
+    """Makes K steps of the personal model on every batch, then one step of the silo's shared model.
 
-    `outer_weights` are the latter's parameters, w_i. It looks at the batches as they pass through the network.
+    `outer_weights` are the parameters of the silo's shared model, w_i. Batches are recorded in the forward pass.
     """
 
     def __init__(self, network: Network, outer_weights: Mapping[str, Tensor], train: PFedMeTrainingConfig) -> None:
         self.network, self.outer_weights, self.train = network, outer_weights, train
 
     def watched(self) -> Network:
-        """The network, whose batches are remembered for further passes."""
+        """The network, which records every batch for the further passes."""
         return replace(self.network, forward=self._forward, loss=self._loss, compilable=False)
 
     def _forward(self, x: Any) -> Outputs:
@@ -97,7 +97,7 @@ class MoreauSteps:
         return self
 
     def step(self) -> None:
-        """The first gradient is there; those of the other K - 1 steps are taken here."""
+        """Makes the K steps, then the outer one; the first gradient is given, the other K - 1 are computed here."""
         self.sgd.step()
         for _ in range(self.train.inner_steps - 1):
             loss = self.objective.loss(self.network.forward(self.x), self.targets)

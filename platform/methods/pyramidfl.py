@@ -1,12 +1,12 @@
-"""PyramidFL: Oort's selection, and within the cohort less to send and more to train (Li et al. 2022).
+"""PyramidFL: Oort's selection, with smaller updates and additional epochs within the cohort (Li et al. 2022).
 
     the selected clients are ranked by their statistical utility;
-    who ranks k-th of K sends its update without the smallest  low + k (high - low) / K  of its changes;
-    T = the time of the slowest of them with that;
-    who would be done before trains as many more epochs as fit until T.
+    the k-th of K clients leaves the smallest  low + k (high - low) / K  of its changes out of its update;
+    T = the time that the slowest client then takes;
+    clients that would finish earlier train as many additional epochs as fit until T.
 
-The authors rank by the norm of the last update, here by Oort's statistical utility. A client that never answered sends
-all and trains as configured, as nothing is known about it.
+The authors rank by the norm of the last update, here clients are ranked by Oort's statistical utility. A client that
+never answered sends everything and trains the configured epochs, as nothing is known about it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def pyramidfl(
     dropped_low: Annotated[
         float, BELOW_ONE, "PyramidFL: the share of its changes that the first rank leaves out"
     ] = 0.0,
-    dropped_high: Annotated[float, BELOW_ONE, "PyramidFL: the share that a rank after the last would"] = 0.6,
+    dropped_high: Annotated[float, BELOW_ONE, "PyramidFL: the share that a rank after the last would leave out"] = 0.6,
     most_extra: Annotated[int, ZERO_OR_MORE, "PyramidFL: the largest number of additional epochs"] = 10,
     exploration: Exploration = 0.9,
     least_exploration: LeastExploration = 0.2,
     penalty: Penalty = 2.0,
     preferred: Preferred = 0.3,
 ) -> Cohort:
-    """Oort's cohort with epochs and shares per client."""
+    """Oort's cohort, with epochs and the share of changes to send per client."""
     cohort = oort(
         choice, exploration=exploration, least_exploration=least_exploration, penalty=penalty, preferred=preferred
     )
@@ -44,7 +44,7 @@ def pyramidfl(
     ranked = sorted(known, key=lambda c: (-statistical_utility(choice.record(c)), c))
     step = (dropped_high - dropped_low) / max(1, len(cohort.client_ids))
     sends = {c: 1.0 - (dropped_low + rank * step) for rank, c in enumerate(ranked)}
-    past = choice.memory.get("epochs", {})  # per client the rounds of its selections, and its epochs in them
+    past = choice.memory.get("epochs", {})  # per client, [round, epochs] of its selections
     epoch_s: dict[int, float] = {}
     times_s: dict[int, float] = {}
     for c in known:

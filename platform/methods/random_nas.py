@@ -1,11 +1,11 @@
-"""Random NAS: random architectures of each tier, trained from fresh weights; the best on validation data stays.
+"""Random NAS: random architectures of each tier, trained from fresh weights; the best on validation data is kept.
 
 The baseline of FedorAS, Tab. 13 and App. F.1, where about 40 models in all cost as much as FedorAS.
 
 for each tier, `models` times:
     draw a new architecture within the tier's bounds
     train it by FedAvg on the clients of the tier and above
-    score it on validation data; keep the better one of it and the best so far
+    score it on validation data; keep the better of it and the best so far
 evaluate every tier's best model
 """
 
@@ -53,12 +53,12 @@ class RandomNasConfig:
 
 
 class ContestStage(OneRound):
-    """Scores a tier's newest model on validation data, and keeps it or the best one before it."""
+    """Scores a tier's newest model on validation data, and keeps the better of it and the best so far."""
 
     def __init__(
         self, world: World, tier: int, number: int, architecture: Architecture, metric: str, *, last: bool
     ) -> None:
-        """`last` is whether it is the tier's last model, after which the candidates' rows are written."""
+        """`last` says whether this is the tier's last model, after which the candidates' rows are written."""
         self.world, self.tier, self.metric, self.last = world, world.tiers[tier], metric, last
         self.number, self.architecture = number, architecture
         self.name = f"choice_{number}/{self.tier.name}"
@@ -81,7 +81,7 @@ class ContestStage(OneRound):
         return RoundUpdate(state.with_data(SCORES, {**known, self.tier.name: scores}))
 
     def end(self, state: RunState) -> RoundUpdate:
-        """The state with the weights of the tier's best model alone."""
+        """The state without the weights of the tier's other models than the best."""
         history = self._history(state.data[SCORES][self.tier.name])
         ranked = [replace(s, metric=merit(self.metric, s.metric, s.loss)) for s in history]
         feasible = [scored for scored in ranked if scored.feasible]
@@ -111,12 +111,12 @@ class ContestStage(OneRound):
 
 
 def model_name(number: int) -> str:
-    """The name of a tier's model while it is one of many."""
+    """The name of a tier's model while several compete."""
     return f"random_{number}"
 
 
 def drawn(world: World, tier: int, models: int) -> list[Architecture]:
-    """Distinct random architectures within the tier's bounds; fewer if there are not as many."""
+    """Distinct random architectures within the tier's bounds; fewer than `models` if there are fewer."""
     space, interval = world.space, Interval(world.tiers[tier].lower, world.tiers[tier].upper)
     seed, config = world.config.seed_for("search"), SearchConfig(offspring=models)
     problem = SearchProblem(space.options, space.genome, world.cost_table, interval, seed, models, config)

@@ -15,7 +15,7 @@ from fedloom.platform.settings import check_settings
 from fedloom.platform.spaces.base import SearchSpace
 
 STAGE = ("name", "begin", "rounds_left", "plan", "merge", "end")
-"""What a stage has to have."""
+"""The members that a stage must have."""
 ARGUMENTS = {
     "begin": ("state",),
     "rounds_left": ("state",),
@@ -24,7 +24,7 @@ ARGUMENTS = {
     "end": ("state",),
     "macs_left": ("state",),
 }
-"""What the loop calls a stage's members with; a stage need not have `macs_left`."""
+"""The arguments with which the loop calls a stage's methods; `macs_left` is optional."""
 
 METHODS: Mapping[str, Method] = Shipped(
     {

@@ -8,7 +8,7 @@ The server keeps c, every client its c_i; all are zero at first, and c is always
     server:    x <- mean of y;  c <- c + |S| / N times the mean of c_i+ - c_i
 
 A client that trains a part of a supernet corrects, keeps and sends that part alone, and K is the number of steps that
-reached a tensor. The paper counts all clients alike: weighting=plain.
+reached a tensor. The paper weights all clients equally: weighting=plain.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Scaffold(LocalRule):
         self.extra_passes = 1 if option == 1 else 0
 
     def refuses(self, local: LocalSGD) -> str | None:
-        """With momentum, clipped, or with another optimiser or rate, a client's way is not the sum of its gradients."""
+        """For option 2, refuses settings where x - y is not the sum of gradients, such as momentum or clipping."""
         if self.option == 1:
             return None
         why = "option 2 takes x - y for the sum of the gradients"
@@ -79,5 +79,5 @@ class Scaffold(LocalRule):
             control.add_(change)
 
     def merge(self, step: ServerStep) -> Tensor:
-        """c <- c + |S| / N times the mean change, of those that hold the region."""
+        """c <- c + |S| / N times the mean change over the clients that hold the region."""
         return step.old + step.contributors / step.about.num_clients * step.mean

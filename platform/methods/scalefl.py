@@ -1,16 +1,16 @@
-"""ScaleFL: submodels scaled in depth and width, whose exits learn from their last one (Ilhan et al. 2023).
+"""ScaleFL: submodels scaled in depth and width, whose exits learn from the last exit (Ilhan et al. 2023).
 
     client of level l, with J exits:
         trains the first blocks of the network, up to the J-th exit, with the share w_l of their channels;
-        for every batch minimise 2 / (J (J + 1)) sum_j j L_j, where L_J = cross entropy(y_J) and of the other exits
-        L_j = cross entropy(y_j) + g T^2 KL(y_J's outputs || y_j's), softened by T; y_J's are targets here, not trained;
+        for every batch minimise 2 / (J (J + 1)) sum_j j L_j, where L_J = cross entropy(y_J) and for the other exits
+        L_j = cross entropy(y_j) + g T^2 KL(y_J's outputs || y_j's), softened by T; y_J's are fixed targets here;
         in the first rounds g = 0
     server:
-        a parameter becomes the mean over the clients that hold it, who count alike (weighting=plain)
+        a parameter becomes the unweighted mean over the clients that hold it (weighting=plain)
 
-A level is a number of blocks and their width together (`space.widths`). A tier's is the largest that it affords; its
-model classifies by its last exit. One block for all is FedAvg. In the authors' code KL is a mean over the classes, too,
-and also trains y_J; their batch norms keep no statistics, here the tiers' clients measure them in the end.
+A level is a number of blocks and their width together (`space.widths`). A tier has the largest level that it affords;
+its model classifies by the last exit. One block for all tiers is FedAvg. In the authors' code, KL is also averaged over
+the classes, and also trains y_J. Their batch norms keep no statistics; here clients measure them at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ScaleFLConfig(WidthConfig):
     """Training of submodels with exits, and the tiers' models."""
 
     name: str = "scalefl"
-    distillation: Annotated[float, ZERO_OR_MORE, "g, the weight of what exits learn from the last one; 0: nothing"] = (
+    distillation: Annotated[float, ZERO_OR_MORE, "g, the weight of the distillation from the final exit; 0: none"] = (
         0.05
     )
     temperature: Annotated[float, POSITIVE, "T, by which logits are divided in distillation"] = 3.0

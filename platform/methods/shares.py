@@ -20,7 +20,7 @@ class SharesConfig:
     """How the server weights the clients of a round against each other."""
 
     rule: Annotated[
-        str, ComponentName("shares rule"), "overlap (all alike), maxnet (the largest subnet's client beta_t)"
+        str, ComponentName("shares rule"), "overlap (all equal), maxnet (the largest subnet's client beta_t)"
     ] = "maxnet"
     beta_0: Annotated[float, SHARE, "maxnet: beta in the first round; it decays to 1 / (clients of a round)"] = 0.9
     decay: Annotated[Literal["constant", "linear", "cosine"], "maxnet: how beta decays"] = "cosine"

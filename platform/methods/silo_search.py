@@ -45,7 +45,7 @@ from fedloom.platform.spaces.slices import Subspace, Weights, parse_subspace
 logger = logging.getLogger(__name__)
 
 BATCH, RUNNING = "batch", "running"
-"""What batch norms normalise a masked network's activations with."""
+"""The statistics with which batch norms normalise a masked network's activations: the batch's, or the stored ones."""
 EDGES_KEPT = 2
 """Number of incoming edges per node after pruning, as in DARTS."""
 PARAMETER_FREE = ("none", "noise", "skip_connect", "max_pool_3x3", "avg_pool_3x3")
@@ -71,7 +71,7 @@ class ArchitectureSearchConfig:
     # The paper does not say which; its prose asks for the operator's effect alone, and its code uses the batch's.
     statistics: Annotated[
         Literal["batch", "running"],
-        "perturbation: of batch norms in masked networks, those of the batch or the stored ones",
+        "perturbation: statistics of batch norms in masked networks: the batch's or the stored ones",
     ] = "batch"
     max_macs: Annotated[float | None, POSITIVE, "the most MACs of the architecture found; null: no limit"] = None
     rounds: Annotated[int, ONE_OR_MORE, "milenas: rounds of search"] = 400
@@ -91,8 +91,9 @@ def searched_space(
 ) -> HasCells:
     """The space; raises ValueError for an invalid search, and warns about edges that will not be searched.
 
-    `rounds` are those in which decisions take effect; `share` is how many of them whoever searches takes part in, on
-    average; `kind` is the only kind of search that the method has; the first `base_cells` cells keep all operators.
+    `rounds` is the number of rounds in which decisions take effect; `share` is the share of them, on average, in which
+    a searching silo (or the server) takes part; `kind` is the only kind of search that the method has; the first
+    `base_cells` cells keep all operators.
     """
     if kind is not None and config.kind != kind:
         raise ValueError(f"method.search.kind={config.kind}: {who} searches by {kind}")
@@ -129,7 +130,7 @@ def participation(world: World, train: SiloTrainingConfig) -> float:
 
 
 def _check_rounds(space: HasCells, config: ArchitectureSearchConfig, rounds: int, share: float) -> None:
-    """Warns of edges that keep all operators until the end; ValueError if there is a target of MACs besides."""
+    """Warns about edges that keep all operators until the end; ValueError if there is also a MAC target."""
     made = steps_made(config, rounds, share)
     if config.kind == "milenas":
         # In the last round, the cosine schedule's learning rate is zero.
@@ -162,7 +163,7 @@ def _check_rounds(space: HasCells, config: ArchitectureSearchConfig, rounds: int
 
 
 def turns(config: ArchitectureSearchConfig, rounds: int) -> int:
-    """The number of search steps that are due in the first `rounds` rounds, rounds that are multiples of `every`."""
+    """The number of search steps due in the first `rounds` rounds: in multiples of `every` from `start` on."""
     return len(range(_first(config), rounds, config.every))
 
 
@@ -171,9 +172,9 @@ def _first(config: ArchitectureSearchConfig) -> int:
 
 
 def steps_made(config: ArchitectureSearchConfig, rounds: int, share: float) -> int:
-    """The search steps before the last round of whoever takes part in this share of the rounds, on average.
+    """The number of search steps before the last round of a silo that takes part in this share of rounds on average.
 
-    A missed step is made up for in a later round, one in each.
+    Missed steps are made up for in later rounds, one per round.
     """
     return min(turns(config, rounds - 1), math.floor(share * len(range(_first(config), rounds - 1))))
 
@@ -193,10 +194,10 @@ def with_row(remaining: Subspace, decision: int, row: tuple[int, ...]) -> Subspa
 
 @dataclass(frozen=True)
 class MacTarget:
-    """The MACs of a network of cells by operator, and how many the searched architecture may have at most.
+    """The MACs of a network of cells by operator, and the largest number that the searched architecture may have.
 
     The baselines of SuperFedNAS (Tab. 3, 5, 6) are searched once per MAC target; neither it nor their papers say how a
-    target enters the search. Here it only takes away operators that would make it unreachable.
+    target enters the search. Here it only removes operators that would make the target unreachable.
 
     Attributes:
         fixed: MACs outside the searched operators, those of a shared base included.
@@ -235,7 +236,8 @@ class MacTarget:
     def most_probable(self, alphas: Tensor, remaining: Subspace) -> Subspace:
         """The architecture within the target with the largest product of softmax weights; ties go to fewer MACs.
 
-        Of all partial architectures only those stay that none with as few MACs beats, so that the result is exact.
+        The result is exact: a partial architecture is dropped only if another one with no more MACs scores at least as
+        high.
         """
         to_come = self.least(remaining) - self.fixed
         partial: list[tuple[float, float, Subspace]] = [(self.fixed, 0.0, ())]
@@ -296,7 +298,7 @@ def decide(
 ) -> Subspace:
     """One search step: a random undecided edge of each cell type keeps only its most important operator.
 
-    With a target, only operators with which it can still be reached. After all edges are decided, with `prune_edges`, a
+    With a target, only operators that leave it reachable count. After all edges are decided, with `prune_edges`, a
     node of each cell type keeps its two most important in-edges.
     """
 
@@ -352,7 +354,7 @@ class Perturbation:
 
     Attributes:
         turns: the number of search steps that are due by this round. A silo that has made fewer, because it did not
-            take part in a round, makes one of them; whoever always takes part makes each in its own round.
+            take part in a round, makes one of them; a silo that always takes part makes each when it is due.
         prune_edges: whether nodes keep only their two most important edges, after all edges are decided.
         statistics: `batch` scores masked networks with the statistics of their own batches, `running` with the stored
             ones, which belong to the network with all its operators.
@@ -411,7 +413,7 @@ class Perturbation:
         worker.load(network.module, weights, network.slices)
         worker.set_mode(network.module, training=False)
         in_batches, sizes = self.statistics == BATCH, None
-        if in_batches:  # in random order, because the samples lie client by client, and in batches as in training
+        if in_batches:  # in random order, because samples are stored client by client, and in batches as in training
             order = torch.randperm(len(data), generator=torch_stream(seed, "masked_batches", *ids))
             data = replace(data, indices=data.indices[order.numpy()])
             sizes = epoch_sizes(len(data), self.batch_size)
@@ -454,7 +456,7 @@ def batch_statistics(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Milenas:
-    """Search by gradients; in the round with `ends` the largest operators are chosen."""
+    """Search by gradients; in the round with `ends`, every edge keeps the operator with the largest parameter."""
 
     ends: bool
     lr: float = 0.01
@@ -463,7 +465,7 @@ class Milenas:
     passes = 2
 
     def before(self, worker: Worker, assignment: Assignment, silo: Personal) -> tuple[Personal, float]:
-        """Starts the search with equal weights, or ends it with the largest operator of every edge."""
+        """Starts the search with equal weights, or ends it by choosing one operator per edge."""
         del assignment
         space = with_cells(worker.space, "a search by gradients")
         if is_decided(silo.remaining):

@@ -1,4 +1,4 @@
-"""What cross-silo methods share: their configuration, a silo's personal model, the final scores, and their stages.
+"""Shared by the cross-silo methods: their configuration, a silo's personal model, the final scores, and their stages.
 
 A silo is a client of a cross-silo method, which may keep state between rounds. By default every silo takes part in
 every round.
@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 WATCHED = "accuracy_while_training"
 """The metric of silos' test accuracies during training; a name of its own keeps them apart from final results."""
 KEPT = "kept"
-"""The remaining operators, in a silo's state, or in the run's where all silos share them."""
+"""The name of the remaining operators in a silo's state, or in the run's state where all silos share them."""
 ALPHAS = "alphas"
 WEIGHTS = "weights/"
 MOMENTUM = "momentum/"
@@ -103,7 +103,7 @@ class SiloTrainingConfig(TrainingConfig):
         "train also on validation data once no search needs it, as in the paper; it is not scored from then on",
     ] = True
     test_every: Annotated[
-        int, ZERO_OR_MORE, "reads test data, for reports alone: rounds between two scores on them, 0 for none"
+        int, ZERO_OR_MORE, "rounds between two scores on test data, which are only reported; 0 for none"
     ] = 0
 
 
@@ -125,7 +125,7 @@ class AdaptationConfig:
 
 
 def without_schedule(world: World, train: SiloTrainingConfig, **changes: Any) -> LocalSGD:
-    """The silos' SGD of the first round with some hyper-parameters changed, for training beside the rounds."""
+    """The silos' SGD of the first round with some hyper-parameters changed, for training outside the rounds."""
     local = local_sgd(train, 0, augmentation_of(world, train), balanced=world.config.data.balanced_classes)
     return replace(local, **changes)
 
@@ -176,7 +176,7 @@ class Personal:
     Attributes:
         weights: its tensors by their names in the shared model.
         momentum: SGD's momentum buffers by parameter, where there is one.
-        remaining: the operators that are left of every edge (one each after a search); empty for a fixed architecture.
+        remaining: the operators left on every edge (one each after a search); empty for a fixed architecture.
         alphas: the architecture parameters (decisions, options) during a search by gradients.
     """
 
@@ -231,7 +231,7 @@ def own_network(worker: Worker, silo: Personal) -> Network:
 
 
 def absent_of(alphas: Tensor, remaining: Subspace) -> Tensor:
-    """Which operators (decisions, options) do not remain."""
+    """The mask (decisions, options) of the operators that do not remain."""
     absent = torch.ones(alphas.shape, dtype=torch.bool)
     for decision, row in enumerate(remaining):
         absent[decision, list(row)] = False
@@ -254,7 +254,7 @@ def endless_batches(data: Samples, local: LocalSGD, generator: torch.Generator) 
 
 
 def resumed(momentum: Mapping[str, Tensor], correct: Corrections | None = None) -> Callable[[Optimizer], Optimizer]:
-    """Makes SGD go on with the momentum of an earlier training, and with another correction (`Optimizer.resume`)."""
+    """Makes SGD continue with the momentum of earlier training and, if given, a new correction (`Optimizer.resume`)."""
     return lambda sgd: sgd.resume(momentum, correct)
 
 
@@ -281,7 +281,7 @@ def pair_outcome(
 
 
 def only(update: Update, names: Collection[str]) -> Update:
-    """The update with these of its tensors alone, for what a silo keeps to itself is neither sent nor counted."""
+    """The update with only these tensors, because what a silo keeps to itself is neither sent nor counted."""
     sent = [name for name in update.tensors if name in names]
     return replace(
         update,
@@ -416,7 +416,7 @@ class SiloTraining(TrainingStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        acts = self.processing.processors and not self.world.attackers  # which the registry refuses
+        acts = self.processing.processors and not self.world.attackers  # the registry refuses attackers
         if acts and not self.sends_change:
             raise ValueError(
                 f"privacy and processors: the clients of {self.name} send more than the change of one network; leave "
@@ -438,7 +438,7 @@ class SiloTraining(TrainingStage):
         return [self, ClientEvaluation(self.world, self.test)]
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
-        """The training stage's, with an evaluation by all silos where it is due."""
+        """The training stage's update, with an evaluation by all silos when one is due."""
         merged, every = super().merge(state, plan, result), self.config.test_every
         due = every > 0 and (state.round % every == 0 or state.round == self.config.rounds - 1)
         if not (due and self.ready(merged.state)):
@@ -455,14 +455,14 @@ class SiloTraining(TrainingStage):
 
 
 def validation_use(*, trained: bool, scored: bool) -> ValidationUse:
-    """The use of validation data; those that are trained on are not scored, which would not measure generalisation."""
+    """How validation data are used; data that are trained on are not scored: that would not measure generalisation."""
     return "trained" if trained else "scored" if scored else "unused"
 
 
 def fresh_subnet(world: World, subnet: Subnet) -> Initial:
     """Initial weights of one architecture, shared by all silos.
 
-    Raises ValueError for batch norms whose statistics would stay those of no data.
+    Raises ValueError for batch norms whose running statistics would never be updated.
     """
     parts = on_meta(partial(world.space.build_subnet, subnet.architecture)).modules()
     if any(isinstance(part, BatchNorm) and part.momentum == 0 for part in parts):
@@ -481,9 +481,9 @@ def subnet_stages(
     *,
     sends_change: bool = False,
 ) -> list[Stage]:
-    """Training of one architecture by `client`, by default that of FedAvg, and `test` on every silo.
+    """Training of one architecture with the tasks of `client`, by default FedAvg's, and `test` on every silo.
 
-    `sends_change` is that of `SiloTraining` for a `client`; FedAvg's sends one.
+    `sends_change` describes the tasks of `client`, as in `SiloTraining`; FedAvg's tasks always send the change.
     """
     train, rules = config.train, checked_silos(world, config.train)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)

@@ -15,13 +15,13 @@ from fedloom.platform.settings import ONE_OR_MORE, ZERO_OR_MORE
 def power_of_choice(
     choice: Choice,
     *,
-    candidates: Annotated[int, ONE_OR_MORE, "power of choice: d, the clients that are drawn to choose from"] = 20,
-    by_samples: Annotated[bool, "power of choice: draw them by their numbers of samples, or all alike"] = True,
+    candidates: Annotated[int, ONE_OR_MORE, "power of choice: d, the number of clients drawn to choose from"] = 20,
+    by_samples: Annotated[bool, "power of choice: draw by numbers of samples; false: uniformly"] = True,
 ) -> Cohort:
-    """Of d drawn clients those with the largest losses (Cho et al. 2020, rpow-d: of their last participation).
+    """The clients with the largest losses of d drawn ones (Cho et al. 2020, rpow-d: losses of the last participation).
 
-    The paper draws clients by their share of the samples. Who never took part comes first, as its loss is unknown;
-    equal losses are in random order. Drawing by samples looks at all registered clients' sizes.
+    The paper draws clients by their share of the samples. Clients that never took part come first, as their loss is
+    unknown; equal losses are in random order. Drawing by samples reads the sizes of all registered clients.
     """
     wanted = max(candidates, choice.size)
     drawn = choice.draw_by(choice.sizes, wanted) if by_samples else choice.draw(wanted)
@@ -38,7 +38,7 @@ def power_of_choice(
 
 @declares(SelectionTraits(needs_history=False))
 def round_robin(choice: Choice) -> Cohort:
-    """All clients in turn: each round goes on where the last one ended; who is not available is passed over."""
+    """All clients in turn: each round continues where the last one ended; unavailable clients are passed over."""
     population = len(choice.eligible)
     first = int(choice.memory.get("next", 0)) % max(1, population)
     taken: list[int] = []
@@ -58,7 +58,7 @@ def tier_quota(
     *,
     quota: Annotated[
         list[Annotated[int, ZERO_OR_MORE]] | None,
-        "clients of each tier per round, lowest tier first; null: as even as can be",
+        "clients of each tier per round, lowest tier first; null: as even as possible",
     ] = None,
 ) -> Cohort:
     """A fixed number of clients of every tier, drawn uniformly within it; fewer if a tier has fewer."""

@@ -5,11 +5,11 @@ in every round a silo
     trains the shared supernet on its data, and sends it,
     trains its personal network on the same batches, pulled towards the shared weights of its operators (Alg. 1)
 the server averages the shared supernet; a silo's personal network stays in its state
-in the end every silo's network is scored on the silo's own test data, and optionally on all other silos' data (gains)
+at the end every silo's network is scored on the silo's own test data, and optionally on all other silos' data (gains)
 
-What Alg. 1 leaves open: a silo trains the shared supernet with fresh momentum in every round (`keep_momentum`: with
-what it had, which belongs to the weights before averaging), its own network with the momentum that it had; and its own
-network starts from the first shared weights (`own_start`: from weights of its own).
+What Alg. 1 leaves open: a silo trains the shared supernet with fresh momentum in every round (`keep_momentum`: with its
+momentum of the last round, which belongs to the weights before averaging), and its own network with the momentum kept
+from the last round. Its own network starts from the first shared weights (`own_start`: from weights of its own).
 """
 
 import math
@@ -106,8 +106,8 @@ class GainConfig:
     that only architectures are compared. With `own`, they start from the trained model of the silo that found the
     architecture; the paper fine-tunes it on the other silos' data alone, so that p_ii is the final model itself
     (`tune_own=false`). Models train on training and validation data, on training data alone if validation data choose
-    the epoch. `epoch=test` adds the paper's "best accuracy achieved" as `best_test_accuracy`: the test data that it is
-    measured on have chosen its epoch, so that it is too high, and it is chosen among many for p_ij, but not for p_ii.
+    the epoch. `epoch=test` adds the paper's "best accuracy achieved" as `best_test_accuracy`. It is too high, because
+    its epoch is chosen on the test data that it is measured on, and among many epochs for p_ij, but not for p_ii.
     """
 
     epochs: Annotated[int, Interval(ge=0, le=100_000), "epochs of training; 0: do not measure gains"] = 0
@@ -279,7 +279,7 @@ class BestEpoch:
     highest: float = -math.inf
 
     def see(self, chosen_by: Score, on_test: Callable[[], Score] | None) -> None:
-        """Takes the next epoch's score; `on_test` scores on test data, None if that is what chooses."""
+        """Records the next epoch's score; `on_test` scores on test data, None if test data choose the epoch."""
         self.seen += 1
         self.samples += chosen_by.samples
         if chosen_by.metric > self.highest:
@@ -325,7 +325,7 @@ class GainStage(ClientEvaluation):
         return len(self.silos) - state.round
 
     def macs_left(self, state: RunState) -> float:
-        """Those of training every remaining architecture on every silo's data, its own silo's only with `tune_own`."""
+        """The MACs of training the remaining architectures on all silos' data, on their own silo's with `tune_own`."""
         data, silos = self.world.data, list(self.silos)
         samples = data.sizes("train") + (0 if self.config.epoch == BY_VALIDATION else data.sizes("validation"))
         silos_left = silos[state.round :]

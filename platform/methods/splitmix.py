@@ -1,14 +1,14 @@
 """SplitMix: a wide network is split into narrow base nets, mixed to any width (Hong et al. 2022, Alg. 1 to 3).
 
     in every round: each client trains as many base nets as its tier affords, each by its own loss on the same batches:
-                    first the next one of a shuffled cycle through all, which goes on from client to client and from
-                    round to round, then others at random;
+                    first the next one of a shuffled cycle through all, which continues across clients and rounds, then
+                    others at random;
                     a base net becomes the mean over the clients that trained it
-    in the end:     a tier's model is the mix of the first base nets, as many as it affords, by their mean logits
+    at the end:     a tier's model is the mix of the first base nets, as many as it affords, by their mean logits
 
-Batch norms keep no statistics in training and get the clients' in the end (norm=static), as in HeteroFL. The authors'
-code also starts base nets with the variance of the wide network's layers; here they start as networks of their own. One
-base net is FedAvg.
+Batch norms keep no statistics in training; clients measure them at the end (norm=static), as in HeteroFL. The authors'
+code also initialises base nets with the variance of the wide network's layers; here they are initialised as stand-alone
+networks. One base net is FedAvg.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class SplitMixConfig(WidthConfig):
 
 @dataclass(frozen=True)
 class BaseNets(OfSubnet):
-    """The base nets of these numbers, each trained by its own loss; `subnet` is the mix of as many."""
+    """The base nets with the numbers `bases`, each trained by its own loss; `subnet` is the mix of as many nets."""
 
     bases: tuple[int, ...]
 
     def on(self, worker: Worker, assignment: Assignment) -> Network:
-        """The network; its outputs are the mean of the logits that its loss looks at one by one."""
+        """The network: its outputs are the mean of the base nets' logits; its loss uses the logits of each net."""
         network, last = self.subnet.on(worker, assignment), list["Tensor"]()
 
         def forward(x_B: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class BaseNets(OfSubnet):
 def sampled_bases(seed: int, round_: Round, client_id: int, cohort: int, count: int, total: int) -> tuple[int, ...]:
     """The base nets that a client trains, ascending: the next one of the cycle, and others at random (Alg. 2).
 
-    A round advances the cycle by `cohort` clients, also where fewer are available, so that it depends on no history.
+    A round advances the cycle by `cohort` clients, even if fewer are available, so that it depends on no history.
     """
     turn = round_.index * cohort + round_.client_ids.index(client_id)
     cycle, position = divmod(turn, total)

@@ -3,7 +3,7 @@
     in every round: a distribution heuristic gives each selected client a subnet (the largest, the smallest, random);
                     clients train their slices of the supernet, which are averaged where they overlap;
                     with MaxNet the largest subnet's client has the share beta_t, the others share the rest
-    in the end:     predictors of accuracy are fitted on sampled subnets, and each target's best subnets are verified
+    at the end:     predictors of accuracy are fitted on sampled subnets, and each target's best subnets are verified
 
 The same stages give its baselines: single-stage (random + overlap), multi-stage (clients train the whole supernet with
 progressive shrinking), iFedAvg over a family and FedAvg of one subnet (`separately`).
@@ -91,7 +91,7 @@ ALONE = "alone"
 SERVED = "served"
 """The state's counters of how often each client got the largest and the smallest subnet."""
 FEWEST_OF_SANDWICH = 2
-"""Subnets of a batch: the largest and the smallest."""
+"""The fewest subnets of a sandwich's batch: the largest and the smallest."""
 
 # -- configuration ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class ShrinkingConfig:
     subnets_per_batch: Annotated[int, UP_TO_A_THOUSAND, "random subnets per batch, whose gradients are summed"] = 4
     depth_share: Annotated[float, PART, "share of the rounds, from the first, in which only depths are drawn"] = 0.5
     sandwich: Annotated[
-        bool | None, "of these subnets the first is the largest and the last the smallest (FedSup); null: no"
+        bool | None, "the first of these subnets is the largest, the last the smallest (FedSup); null: no"
     ] = None
     distillation: Annotated[
         float | None, PART, "sandwich: weight of the largest's outputs in the others' losses; null: 0"
@@ -232,7 +232,7 @@ class Shrinking:
         return Account(macs, size_bytes, int(parameters))
 
     def held(self, space: SearchSpace) -> SliceMap:
-        """Everything."""
+        """The whole supernet."""
         return space.slices(space.largest)
 
     def _draws(self, worker: Worker, assignment: Assignment) -> Iterator[Architecture]:
@@ -246,9 +246,9 @@ class Shrinking:
 
 @dataclass(frozen=True)
 class TrainShare(Train):
-    """Training whose update counts as much as the server says: its weights are multiplied by `share`."""
+    """Training whose update's weights are multiplied by `share`, which the server sets."""
 
-    share: float = field(default=1.0, compare=False)  # clients of other shares train in the same way, also in a stack
+    share: float = field(default=1.0, compare=False)  # clients with different shares train alike and can be stacked
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     heuristic, shares_rule = rules.more["distribution.heuristic"], rules.more["shares.rule"]
 
     def distribution(index: int, client_ids: tuple[int, ...], served: Served) -> Distribution:
-        """What a heuristic is given to choose the subnets of a round: clients in ascending order, their budgets."""
+        """A heuristic's input for a round: the clients in ascending order, and their budgets."""
         aware = config.distribution.tier_aware
         budgets = tuple(world.training_budget(c, SUPERNET, index) if aware else inf for c in client_ids)
         rng = stream(world.config.seed_for("training"), "distribution", SUPERNET, index)
@@ -290,7 +290,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         return RoundTasks(tasks, shares.schedules)
 
     def is_widest(index: int) -> bool:
-        """Whether all subnets of a round have the full width, where the supernet travels."""
+        """Whether all subnets of a round have the full width, if clients get the whole supernet."""
         return index < config.shrinking.depth_share * config.rounds
 
     def whole(round_: Round) -> Train:
@@ -301,7 +301,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         return Train(network, round_.local, rules.weighting)
 
     def after(state: RunState, plan: Plan, _result: RoundResult) -> RunState:
-        subnets = {  # of clients that failed, too
+        subnets = {  # also of clients that failed
             a.client_id: a.task.network.architecture
             for a in plan.assignments
             if a.client_id is not None and isinstance(a.task, Train) and isinstance(a.task.network, Subnet)

@@ -143,7 +143,7 @@ class ScoringStage(Stage):
     """
 
     def __init__(self, world: World, config: TargetSearchConfig, targets: Sequence[Target], expected: int) -> None:
-        """`expected` is the number of subnets, for the time left."""
+        """`expected` is the expected number of subnets, to estimate the time left."""
         self.world, self.config, self.targets, self.expected = world, config, targets, expected
         self.latency = any(target.measure == "latency_s" for target in targets)
         self.rounds = 2 if self.latency else 1
@@ -153,7 +153,7 @@ class ScoringStage(Stage):
         raise NotImplementedError
 
     def macs_left(self, state: RunState) -> float:
-        """Those of scoring the subnets; measuring latencies takes hardly any."""
+        """The MACs of scoring the subnets; measuring latencies takes hardly any."""
         if state.round > 0:
             return 0.0
         samples = self.config.validation_share * self.world.data.num_central("validation")

@@ -1,4 +1,4 @@
-"""What the methods of widths and depths have in common: a size per tier, and the tiers' models at the end."""
+"""Shared by the methods that scale width or depth: a network size per tier, and the tiers' models at the end."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class WidthConfig:
-    """What the methods of widths have in common."""
+    """The settings that the methods with a size per tier have in common."""
 
     name: str = ""
     train: TrainingConfig = field(default_factory=TrainingConfig)
     statistics_clients: Annotated[
-        int | None, ONE_OR_MORE, "clients that measure each tier's batch norms in the end; null: all"
+        int | None, ONE_OR_MORE, "clients that measure each tier's batch norms at the end; null: all"
     ] = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
 def plainly_weighted() -> TrainingConfig:
-    """Training in which all clients count alike."""
+    """Training in which all clients have equal weight."""
     return TrainingConfig(weighting="plain")
 
 
@@ -72,11 +72,11 @@ def tier_stages(
     after: Callable[[RunState, Plan, RoundResult], RunState] = lambda state, _plan, _result: state,
     statistics_clients: int | None = None,
 ) -> list[Stage]:
-    """Training of each client's `network` (of a round and its id), the tiers' models and their evaluation.
+    """Training of each client's `network` (given the round and the client's id), the tiers' models, their evaluation.
 
-    `model` is the models' name in the tables; `client` makes another task of a client's training; `more` are further
-    tensors of the server, given the initial weights; `after` changes the state after every round; `statistics_clients`
-    is how many measure each tier's batch norms in the end, if a subnet's statistics must be estimated (None: all).
+    `model` is the models' name in the tables; `client` replaces a client's training task; `more` returns further
+    tensors of the server, given the initial weights; `after` changes the state after every round; at the end,
+    `statistics_clients` clients (None: all) measure each tier's batch norms, if subnets need estimated statistics.
     """
     if train.privacy.clip is not None and world.space.keeps_statistics:
         raise ValueError(
@@ -107,7 +107,7 @@ def tier_stages(
 
 
 def of_widths(space: SearchSpace, who: str) -> LeadingSpace:
-    """The space, if its one decision is the width, or the rank of adapters; ValueError for any other."""
+    """The space, if its only decision is the width, or the rank of adapters; ValueError for any other."""
     if not isinstance(space, LeadingSpace):
         raise ValueError(
             f"{who} cannot use space {space.name}, whose subnets are no widths of one network: choose "
@@ -155,7 +155,7 @@ def largest_of_tiers(world: World) -> list[Architecture]:
 
 @dataclass(frozen=True)
 class Statistics:
-    """A client's batch statistics of a network, in one pass over its training data (HeteroFL's static batch norm)."""
+    """Measures a network's batch norms in one pass over a client's training data (HeteroFL's static batch norm)."""
 
     subnet: Subnet
 
@@ -180,15 +180,15 @@ class Statistics:
 
 
 class TierModelsStage(Stage):
-    """Cuts every tier's model from the shared weights; its clients then measure the running statistics, if it has any.
+    """Cuts every tier's model from the shared weights; clients then measure its running statistics, if it has any.
 
-    One round per tier. The mean over clients, weighted by samples, takes the place of the trained statistics.
+    One round per tier. The mean over clients, weighted by samples, replaces the trained statistics.
     """
 
     name = "tier_models"
 
     def __init__(self, world: World, model: str, clients: int | None) -> None:
-        """`clients` is how many measure the statistics of each tier, None for all."""
+        """`clients` is the number of clients that measure each tier's statistics, None for all."""
         self.world, self.model, self.clients = world, model, clients
         self.architectures = largest_of_tiers(world)
 
@@ -215,11 +215,11 @@ class TierModelsStage(Stage):
         return len(self.world.tiers) - state.round if needed else 0
 
     def macs_left(self, state: RunState) -> float:
-        """Those of a pass over the clients' data per tier."""
+        """The MACs of a pass over the clients' data per tier."""
         return self.world.evaluation_macs(2 * max(0, len(self.world.tiers) - state.round))
 
     def plan(self, state: RunState) -> Plan:
-        """Clients with samples, drawn uniformly."""
+        """The measurement of one tier's statistics, by uniformly drawn clients with samples."""
         world, index = self.world, state.round
         eligible = np.flatnonzero(np.asarray(world.data.sizes("train")) > 0)
         rng = stream(world.config.seed_for("selection"), "statistics", index)

@@ -72,7 +72,7 @@ def with_winner(state: RunState, tier: str, architecture: Architecture) -> RunSt
 
 
 def check_validation_data(world: World, *, federated: bool = False) -> None:
-    """Raises ValueError if there is no validation data for a search, or none of clients for a federated one."""
+    """Raises ValueError without validation data for a search: the server's or, if federated, the clients'."""
     if not (world.data.sizes("validation").sum() if federated else world.data.num_central("validation")):
         raise ValueError(
             f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to search "
@@ -81,7 +81,7 @@ def check_validation_data(world: World, *, federated: bool = False) -> None:
 
 
 def check_statistics(world: World) -> None:
-    """Raises ValueError if slices are to be scored whose running statistics cannot be estimated without such data."""
+    """Raises ValueError if slices have running statistics, but there are no validation data to estimate them on."""
     if world.space.keeps_statistics and not world.data.num_central("validation"):
         raise ValueError(
             f"data.validation_share={world.config.data.validation_share:g} leaves no validation samples to estimate "
@@ -144,7 +144,7 @@ class TierSearchStage(Stage):
 
     @property
     def counted(self) -> str:
-        """Generations, unless cohorts of clients score parts of one."""
+        """What `rounds_left` counts: generations, unless cohorts of clients score parts of one."""
         return "rounds" if self.federated else "generations"
 
     def begin(self, state: RunState) -> RunState:
@@ -162,7 +162,7 @@ class TierSearchStage(Stage):
         return generations * self.config.scoring_rounds - len(state.data.get(self._pending, []))
 
     def macs_left(self, state: RunState) -> float:
-        """Those of the models that are still to be scored."""
+        """The MACs of scoring the remaining models."""
         num_scored = len(self._searcher(state).history) if self.name in state.data else 0
         everything = self.world.data.num_central("validation")
         is_estimated = self.config.statistics == ESTIMATED and self.world.space.keeps_statistics
@@ -191,7 +191,7 @@ class TierSearchStage(Stage):
 
     def _for_server(self, state: RunState, candidates: Sequence[Architecture]) -> list[Assignment]:
         size, version = self.config.candidates_per_task, state.version(SUPERNET)
-        alike = sorted(candidates, key=architecture_id)  # those of a task compute once what they begin with
+        alike = sorted(candidates, key=architecture_id)  # candidates of a task compute a common prefix once
         groups = [tuple(alike[i : i + size]) for i in range(0, len(alike), size)]
         share, statistics = self.config.validation_share, self.config.statistics
         tasks = [ScoreSubnets(group, version, share=share, statistics=statistics) for group in groups]
@@ -202,7 +202,7 @@ class TierSearchStage(Stage):
     ) -> list[Assignment]:
         """The part-th cohort of a generation; a single draw for the whole generation makes its clients distinct.
 
-        With devices that are not always online it is a draw of its own, among those that were in no part yet.
+        If devices are not always online, each cohort is drawn by itself, among clients that were in no cohort yet.
         """
         config, world, uniform = self.config, self.world, ComponentSpec("uniform")
         size = config.clients_per_round * config.scoring_rounds
@@ -269,7 +269,7 @@ class TierSearchStage(Stage):
 
     def _tau_row(self, scores: Scores, central: Scores) -> Row:
         names = [n for n in scores if n in central and all(map(math.isfinite, (*scores[n][:2], *central[n][:2])))]
-        tau = math.nan  # of fewer than two models
+        tau = math.nan  # for fewer than two models
         if len(names) > 1:
             merits = [[merit(self.config.metric, s[n][1], s[n][0]) for n in names] for s in (scores, central)]
             tau, _ = kendall_tau(*merits)
@@ -297,7 +297,7 @@ class TierSearchStage(Stage):
 
 
 def _scores(results: Iterable[ClientResult]) -> Scores:
-    """The measured scores, pooled over results; a failed one has none."""
+    """The measured scores per architecture, pooled over results; a failed result has none."""
     parts: dict[str, list[tuple[float, float, int]]] = {}
     for result in results:
         measured = {(m.architecture, m.metric): m for m in result.measurements}

@@ -1,13 +1,14 @@
-"""Transfer: a model that another run has kept is trained on another task (FedorAS, Tab. 16: Speech Commands 12 to 35).
+"""Transfer: a model stored by another run is trained on another task (FedorAS, Tab. 16: Speech Commands 12 to 35).
 
-weights <- those of the other run's model; fresh ones where the tasks differ: the classifier
-head:   in every round the clients train the fresh weights alone, and send nothing else; norms keep their statistics
+weights <- the other run's model; fresh weights where the tasks differ: the classifier
+head:   in every round the clients train and send only the fresh weights; norms keep their statistics
 train:  in every round the clients train all weights (FedAvg)
-in the end the model is scored on the test set, and on every client's own test data
+at the end the model is scored on the test set, and on every client's own test data
 
-What it gains is told by a run with `from_scratch`, which takes the model's architecture alone (Tab. 16: rand-init).
+To measure the gain, compare with a run with `from_scratch`, which takes only the model's architecture (Tab. 16:
+rand-init).
 
-The other run is looked at when the run begins and when it is resumed, and must be there until it has ended.
+The other run is read when this run starts and when it is resumed, and must exist until this run has ended.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ if TYPE_CHECKING:
     from fedloom.platform.spaces.base import SearchSpace
 
 MODEL = "transferred"
-"""The name of the last training's stage, of the tensor group of both, and of the model in the tables."""
+"""The name of the last training stage, of the tensor group of both stages, and of the model in the tables."""
 HEAD = "head"
 
 
 @dataclass
 class TransferConfig:
-    """A kept model, trained on another task: first what is fresh, then everything."""
+    """A stored model, trained on another task: first its fresh weights, then all weights."""
 
     name: str = "transfer"
     start_from: Annotated[str | None, NOT_EMPTY, "the run whose model is transferred: its id, name or tag"] = None
@@ -59,7 +60,7 @@ class TransferConfig:
         str | None, NOT_EMPTY, "the subnet to cut from a supernet, such as smallest; null: the model's own"
     ] = None
     tier: Annotated[int | None, ONE_OR_MORE, "clients of this tier and above train (1 is the lowest); null: all"] = None
-    from_scratch: Annotated[bool, "take the architecture alone, with fresh weights: what transfer is compared to"] = (
+    from_scratch: Annotated[bool, "take only the architecture, with fresh weights: the baseline for the transfer"] = (
         False
     )
     head: TrainingConfig = field(default_factory=lambda: TrainingConfig(rounds=25))
@@ -69,7 +70,7 @@ class TransferConfig:
 
 @dataclass(frozen=True)
 class Source:
-    """The network that is transferred, and its weights, of which `fresh` are not the other run's."""
+    """The network that is transferred, and its weights; those named in `fresh` are not the other run's."""
 
     subnet: Subnet
     weights: Weights
@@ -122,7 +123,7 @@ def source_of(config: TransferConfig, world: World) -> Source:
 
 
 def _model_of(config: TransferConfig, world: World) -> tuple[RunPaths, str]:
-    """The run that is named, and which of its models."""
+    """The configured run, and the name of its model."""
     if config.start_from is None:
         raise ValueError("method.start_from: give the run whose model is to be transferred, by its id, name or tag")
     paths = find_run(Path(world.config.results), config.start_from)
@@ -142,14 +143,14 @@ def _unlike(run_id: str, world: World, difference: str) -> ValueError:
 
 
 def _skeleton(space: SearchSpace, subnet: Subnet) -> nn.Module:
-    """The subnet without values, computing as in evaluation."""
+    """The subnet on the meta device, in evaluation mode."""
     build = partial(space.build_subnet, subnet.architecture)
     return once(space, f"still {subnet.architecture}", lambda _: on_meta(build).eval())
 
 
 @dataclass(frozen=True)
 class OnlyHead:
-    """A network of which only some tensors are trained; the others, norms included, compute as in evaluation."""
+    """A network in evaluation mode, norms included, of which only the `trained` tensors are trained."""
 
     subnet: Subnet
     trained: tuple[str, ...]
@@ -163,7 +164,7 @@ class OnlyHead:
         return replace(network, forward=lambda x: compute(views, worker.kernels.laid_out(x)), compilable=False)
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
-        """The subnet's."""
+        """The subnet's cost."""
         return self.subnet.account(worker, assignment, batches)
 
     def held(self, space: SearchSpace) -> SliceMap:
@@ -173,7 +174,7 @@ class OnlyHead:
 
 @dataclass(frozen=True)
 class TrainHead(Train):
-    """Receives the whole network of an `OnlyHead`, and sends what it trains of it."""
+    """Receives the whole network of an `OnlyHead`, and sends only the tensors that it trains."""
 
     def outcome(self, trained: TrainedNetwork, samples: int) -> ClientResult:
         whole = super().outcome(trained, samples)

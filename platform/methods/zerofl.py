@@ -1,7 +1,7 @@
 """ZeroFL: clients train with sparse weights and activations and send few weights (Qiu et al. 2022; SWAT, Raihan 2020).
 
-    client:  in every convolution of images and linear layer, of sparsity s,
-             forwards with the (1 - s) largest weights, by magnitude;
+    client:  in every 2D convolution and linear layer, with sparsity s:
+             computes outputs with the (1 - s) largest weights, by magnitude,
              the input's gradient from these weights, the weights' gradient from the (1 - s) largest activations;
              the weights themselves stay dense
              sends the share (1 - s) + r of its changes: where the trained weights are largest (by=weight), or the
@@ -9,8 +9,8 @@
     server:  FedAvg; what is not sent counts as unchanged
     the model is scored and kept as clients compute it: with the (1 - s) largest weights of every layer
 
-Shares are of each layer in training and of all weights together in sending. MACs are counted as those of the dense
-network, as no device multiplies only what is not zero by itself. Sparsity 0 is FedAvg.
+Shares are taken of each layer in training, and of all weights together in sending. MACs are counted as those of the
+dense network, because devices do not skip zeros by themselves. Sparsity 0 is FedAvg.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.world import World
 
 SPARSE = "deployed"
-"""The tensor group of the weights that the model is used with, which are not those that were trained."""
+"""The tensor group of the sparse weights with which the model is used; the trained weights are dense."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class ZeroFLConfig(FedAvgConfig):
 
     name: str = "zerofl"
     sparsity: Annotated[float, BELOW_ONE, "s, the share of a layer's weights and activations that are zero"] = 0.9
-    mask_ratio: Annotated[float, PART, "r, the share of the weights that is sent beside the 1 - s"] = 0.2
-    by: Annotated[By, "what is sent: where the trained weights are largest, or their changes"] = "weight"
+    mask_ratio: Annotated[float, PART, "r, the share of the weights that is sent in addition to 1 - s"] = 0.2
+    by: Annotated[By, "what is sent: changes where the trained weights, or the changes, are largest"] = "weight"
 
 
 def largest(values: Tensor, share: float) -> Tensor:
-    """The values with all but the given share of them, the largest by magnitude, set to zero."""
+    """The values with all but the share that is largest by magnitude set to zero."""
     count = max(1, math.ceil(share * values.numel()))
     if count == values.numel():
         return values
@@ -121,7 +121,7 @@ def _multiply(part: nn.Linear, share: float, x: Tensor) -> Tensor:
 
 
 def sparsely(build: Callable[[], nn.Module], share: float) -> nn.Module:
-    """The network on the meta device, whose convolutions and linear layers compute with a share of their values."""
+    """The network on the meta device; its convolutions and linear layers use a share of weights and activations."""
     module = on_meta(build)
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
@@ -148,7 +148,7 @@ class Sparse(OfSubnet):
 
 
 def thinned(space: SearchSpace, subnet: Subnet, weights: Weights, share: float) -> dict[str, Tensor]:
-    """The weights with all but a share of every convolution's and linear layer's, the largest, set to zero."""
+    """The weights, where all but the largest share is set to zero in every convolution and linear layer."""
     module = on_meta(partial(space.build_subnet, subnet.architecture))
     layers = {f"{name}.weight" for name, m in module.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     return {name: largest(tensor, share) if name in layers else tensor for name, tensor in weights.items()}
@@ -165,7 +165,7 @@ class ScoreThinned(ScoreSubnet):
 
 
 def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
-    """FedAvg's stages with sparse clients, and a sparse model in the end."""
+    """FedAvg's stages with sparse clients, and a sparse model at the end."""
     if config.sparsity and world.config.executor.precision == "bfloat16":
         raise ValueError("zerofl's sparse layers compute in float32: use executor.precision=float32 or tf32")
     refuse_parts(rules_of(config.train, "method.train").local, "method.train", "zerofl", "sgd or fedprox")

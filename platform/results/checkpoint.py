@@ -178,13 +178,13 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def run_checkpoint(paths: RunPaths) -> Checkpoint:
-    """Loads a run's checkpoint; one-line ValueError like `load_checkpoint`, and if it is that of another run."""
+    """Loads a run's checkpoint; one-line ValueError like `load_checkpoint`, and if it belongs to another run."""
     path = paths.checkpoint / STATE_FILE
     checkpoint = load_checkpoint(paths.checkpoint)
     kinds = {"stage": int, "round": int, "simulated_s": int | float, "data": dict, "position": dict, "config": dict}
     if missing := [name for name, kind in kinds.items() if not isinstance(checkpoint.data.get(name), kind)]:
         raise ValueError(_damaged(path, f"it has no {', '.join(missing)}"))
-    run_id = checkpoint.data.get("run_id", paths.run_id)  # those of earlier versions name no run
+    run_id = checkpoint.data.get("run_id", paths.run_id)  # checkpoints of earlier versions have no run id
     if run_id != paths.run_id:
         raise ValueError(
             f"{path} is the checkpoint of run {run_id}: restore that of {paths.run_id} from a copy, or start a new run"
@@ -195,8 +195,8 @@ def run_checkpoint(paths: RunPaths) -> Checkpoint:
 def check_same_config(saved: Mapping[str, Any], asked: Mapping[str, Any], *, later: bool = False) -> None:
     """Raises ValueError with the dotted keys in which the configurations differ.
 
-    `later` says that `asked` may have keys that `saved` lacks, because they came with a later version:
-    whoever restores a configuration gives them the meaning of before.
+    `later` allows keys in `asked` that `saved` lacks because a later version added them: whoever restores a
+    configuration sets them to the behaviour of before.
     """
     if changes := differences(saved, asked, later=later):
         raise ValueError(
@@ -207,7 +207,7 @@ def check_same_config(saved: Mapping[str, Any], asked: Mapping[str, Any], *, lat
 def differences(saved: Mapping[str, Any], asked: Mapping[str, Any], most: int = 5, *, later: bool = False) -> str:
     """The dotted keys, at most `most`, in which two configurations differ, with both values; "" if in none.
 
-    With `later`, keys that the saved one lacks do not count.
+    With `later`, keys that the saved configuration lacks do not count.
     """
     old, new = _flat(saved), _flat(asked)
     changes = [
@@ -251,8 +251,8 @@ def save_model(
 ) -> ModelFile:
     """Stores a model under its name, replacing an earlier one.
 
-    `card` is JSON data about the model (architecture, costs, scores), which the run's manifest lists (`replacing`). A
-    crash leaves either the old or the new model.
+    `card` is JSON data about the model (architecture, costs, scores); `replacing` lists its file in the run's manifest.
+    A crash leaves either the old or the new model.
     """
     check_name("model", name)
     content = to_bytes(tensors)

@@ -1,11 +1,12 @@
-"""The copy of a run at a URL: sent while the run is at work, and fetched to be read or resumed.
+"""The copy of a run at a URL: uploaded while the run is at work, and fetched to be read or resumed.
 
 A run works in a local folder. At its checkpoints, when nothing in that folder changes, new files are opened and sent in
-the background, in an order in which the copy can be resumed from at every moment.
+the background, in an order that keeps the copy resumable at every moment.
 
-Which of two copies is ahead follows from the checkpoint, from which a resumed run starts: no copy is replaced by one
-whose checkpoint is earlier. Of two with the same checkpoint it is the one whose run was taken up more often or, by the
-same owner, whose status was written more often. These numbers only grow as the run goes on; clocks are not compared.
+Of two copies, the one with the later checkpoint is ahead, because a resumed run starts from it; no copy is replaced by
+one with an earlier checkpoint. With equal checkpoints, the copy whose run was taken up more often is ahead or, if that
+is equal, too, the one whose status was written more often. These numbers only grow as the run goes on; clocks are not
+compared.
 """
 
 import json
@@ -64,7 +65,7 @@ _LEAST_PAUSE_S = 1.1
 _CONNECTIONS = 8
 _PASSES = 5
 _MOST_ALONE = 32
-"""The number of runs whose folders are listed one by one."""
+"""Up to this number, runs are listed folder by folder; for more, all results are listed."""
 
 _SENT_IN_ORDER = (
     *(".parquet", "/journal-", ".safetensors", "/models/"),
@@ -102,7 +103,7 @@ def check_results(results: str) -> Path:
     """The local folder for results that will be written, after checking that it and the URL are writable.
 
     Raises a one-line ValueError for an unknown scheme, an unreachable bucket, missing credentials or permissions, and
-    for a folder among what another one's runs have stored.
+    for a folder inside what another results folder stores.
     """
     root = local_root(results)
     check_outside(root)
@@ -126,10 +127,10 @@ def fetch(
 ) -> Path:
     """Downloads runs (with these ids, prefixes of ids, names or tags, or all) and returns the local results folder.
 
-    `ablations` downloads these, too; do not use it while one is running, because only its driver may write them. Only
-    changed files are downloaded, each atomically; without `tensors`, none of checkpoints and models, which reading
-    tables does not need. A run that another process owns on this machine, also one that it took up during the download,
-    or whose local files are ahead of the remote ones, is not changed; `owned` is the id of a run that this process
+    `ablations` also downloads the ablations; do not use it while one is running, because only its driver may write
+    them. Only changed files are downloaded, each atomically; without `tensors`, none of checkpoints and models, which
+    reading tables does not need. A run is not changed if another process owns it on this machine, even since the
+    download began, or if its local files are ahead of the remote ones; `owned` is the id of a run that this process
     owns. A local path is returned at once. Raises a one-line ValueError if the URL is unreachable.
     """
     root = local_root(results)
@@ -168,9 +169,9 @@ def _fetch_newer(target: Target, root: Path, folder: str) -> None:
 
 
 def _downloaded(target: Target, root: Path, files: Mapping[str, RemoteFile]) -> dict[str, Path]:
-    """Downloads files in parallel to temporary ones, which are to be renamed in this order.
+    """Downloads files in parallel to temporary ones, which the caller renames in the order of the returned names.
 
-    Those that were deleted or replaced since they were listed are left out. After a crash a fetch can be repeated.
+    Files that were deleted or replaced since they were listed are left out. After a crash a fetch can be repeated.
     """
 
     def download(name: str) -> Path | None:
@@ -194,7 +195,7 @@ def _downloaded(target: Target, root: Path, files: Mapping[str, RemoteFile]) -> 
 
 
 def _is_same(path: Path, file: RemoteFile) -> bool:
-    """Whether the local file is the downloaded copy of a remote one, whose time it has."""
+    """Whether the local file is the downloaded copy of a remote one: it has the same size and time."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -242,7 +243,7 @@ class _Fetch:
     def runs(self, words: Sequence[str] | None) -> None:
         """Downloads the runs that the words mean (see `fetch`).
 
-        It is repeated until no file changes in between, because a run that continues elsewhere replaces and deletes
+        Repeats this until no file changes in between, because a run that continues elsewhere replaces and deletes
         files.
         """
         unchanged: set[str] = set()
@@ -259,7 +260,7 @@ class _Fetch:
                 return
 
     def _folders(self, words: Sequence[str] | None) -> Sequence[str]:
-        """The folders in which the files of these runs lie: their own if they are few, else all of the results.
+        """The folders to list for these runs: their own if the runs are few, else the whole results folder.
 
         A listing takes a request per thousand files, and there may be thousands of runs.
         """
@@ -267,7 +268,7 @@ class _Fetch:
         if words is None:
             return everything
         run_ids = [run_id for run_id in self.target.folders(ARTIFACTS) if run_id.startswith(tuple(words))]
-        # Runs without artefacts are among all files only, and so are those that are meant by a name or a tag.
+        # Runs without artefacts, or given by a name or a tag, are only found among all files.
         if len(run_ids) > _MOST_ALONE or not all(any(run_id.startswith(word) for run_id in run_ids) for word in words):
             return everything
         folders: list[str] = []
@@ -283,7 +284,7 @@ class _Fetch:
     def _meant(
         self, listed: Mapping[str, Mapping[str, RemoteFile]], words: Sequence[str], names: dict[str, Names]
     ) -> list[str]:
-        """The runs whose ids begin with a word, and those with a name or tag that begins no id; reads names once."""
+        """The runs whose ids begin with a word, and those with a name or tag that begins no id; `names` is a cache."""
         others = [word for word in words if not any(run_id.startswith(word) for run_id in listed)]
         for run_id, files in listed.items() if others else ():
             if run_id not in names:
@@ -298,7 +299,7 @@ class _Fetch:
     def _run(self, run_id: str, files: Mapping[str, RemoteFile]) -> Literal["local", "same", "changed"]:
         """Updates the local copy of a run to the listed files, unless it is taken up here while they are downloaded.
 
-        Says that the local files stay, that they are the same, or that both have to be compared again.
+        Returns "local" if the local files stay, "same" if they are equal, "changed" if both must be compared again.
         """
         root, before = self.root, self._stamps(run_id)
         if self._is_local_ahead(run_id, files):
@@ -323,7 +324,7 @@ class _Fetch:
         return "changed"
 
     def _is_local_ahead(self, run_id: str, files: Mapping[str, RemoteFile]) -> bool:
-        """Whether a run's local files must stay: it is at work here, or they are at least as far as the listed ones."""
+        """Whether a run's local files must stay: the run is at work here, or they are no less far than the listed."""
         status, state = (f"{ARTIFACTS}/{run_id}/{name}" for name in ("status.json", f"checkpoint/{STATE_FILE}"))
         status_file, state_file = self.root / status, as_stored(self.root / state)
         if not status_file.exists() and not state_file.exists():
@@ -416,7 +417,7 @@ class Mirror:
     def __init__(
         self, target: Target, paths: RunPaths, interval_s: float = INTERVAL_S, ownership: Ownership | None = None
     ) -> None:
-        """`ownership` is asked before every file whether the copy still is this process's to write."""
+        """Before every file, `ownership` is asked whether this process may still write the copy."""
         self._target, self._paths, self._interval_s = target, paths, interval_s
         self._ownership = ownership or Ownership()
         folders = (paths.artifacts, *map(paths.table, TABLES))
@@ -438,7 +439,7 @@ class Mirror:
     def checkpoint(self) -> None:
         """Opens the run's files as they are for the next pass; to be called while no other thread changes them.
 
-        Raises OwnershipLostError once the copy is another process's.
+        Raises OwnershipLostError once another process owns the copy.
         """
         self._ownership()
         with self._changing:
@@ -450,7 +451,7 @@ class Mirror:
         self._closing.set()
         self._thread.join()
         time.sleep(max(0.0, self._last_s + _LEAST_PAUSE_S - time.monotonic()))
-        _close(self._take() or {})  # of an earlier checkpoint
+        _close(self._take() or {})  # the files of an earlier checkpoint
         self._try(self._opened)
         if isinstance(self._failure, OwnershipLostError):
             raise self._failure
@@ -475,7 +476,7 @@ class Mirror:
                 self.turn(files)
                 self._failure = None
             elif self._remote_names is not None and self._paths.status.exists():
-                # A round may take long: whoever looks at the copy sees that the run is alive.
+                # A round may take long: the status shows readers of the copy that the run is alive.
                 self._ownership.ask()
                 self._target.write(self._name(self._paths.status), read_file(self._paths.status))
         except Exception as error:  # noqa: BLE001 - of a thread's unexpected error nobody would hear
@@ -504,7 +505,7 @@ class Mirror:
     def _announce(self, files: Mapping[str, _RunFile], remote_names: set[str]) -> None:
         """Replaces the remote manifest by one that fits every mixture of the remote and local files during the pass.
 
-        It is there from the first pass on, because a checkpoint without a manifest is one whose manifest was lost.
+        It is written from the first pass on, because a checkpoint without a manifest counts as having lost it.
         """
         path = manifest_path(self._paths)
         name = self._name(path)
@@ -563,7 +564,7 @@ def _close(files: Mapping[str, _RunFile]) -> None:
 
 @contextmanager
 def mirrored(results: str, paths: RunPaths, ownership: Ownership | None = None) -> Iterator[Callable[[], None]]:
-    """Sends a run to its URL within the block; gives what is to be called at its checkpoints (`Mirror.checkpoint`).
+    """Sends a run to its URL within the block; yields the function to call at its checkpoints (`Mirror.checkpoint`).
 
     Does nothing for a local path. The last pass is at the end, also of a failed run. Raises MirrorError if it fails; if
     the run itself failed, its error is raised and the mirror's is logged.

@@ -1,7 +1,7 @@
-"""Reading files that strangers may have made, atomic writes, and JSON files that carry their own hash.
+"""Reading of files that strangers may have made, atomic writes, and JSON files that carry their own hash.
 
-Results are handed on. Whatever a file of them names stays in its folder, no link in them is followed, and no pipe or
-device among them is waited for. Readers of a file that is being written find the old or the new content.
+Results are passed on. Paths that a results file names must stay in its folder, links are not followed, and pipes and
+devices are not waited for. Readers of a file that is being written find the old or the new content.
 """
 
 import errno
@@ -47,12 +47,12 @@ def check_name(kind: str, name: str, longest: int = 100) -> str:
 
 
 def is_name(name: str, longest: int = 100) -> bool:
-    """Whether `check_name` returns the name."""
+    """Whether the name is valid for `check_name`."""
     return len(name) <= longest and _NAME.fullmatch(name) is not None
 
 
 def within(folder: Path, name: object) -> Path:
-    """The path in a folder that a file of the results names; ValueError for a name that leads elsewhere."""
+    """The path in a folder that a results file names; ValueError for a name that leads out of the folder."""
     parts = name.split("/") if isinstance(name, str) else [""]
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise ValueError(f"{shown(name, repr)} is no name of a file in {folder}")
@@ -60,7 +60,7 @@ def within(folder: Path, name: object) -> Path:
 
 
 def opened(path: Path, flags: int = os.O_RDONLY, most_bytes: int = MOST_BYTES) -> int:
-    """The descriptor of a regular file in results; never waits.
+    """The descriptor of a regular file in results; never blocks.
 
     Raises a one-line ValueError for a link, a pipe, a device, a folder, and a file of more than `most_bytes`; OSError
     like `os.open`.
@@ -82,7 +82,7 @@ def opened(path: Path, flags: int = os.O_RDONLY, most_bytes: int = MOST_BYTES) -
 
 
 def irregular(path: Path) -> str:
-    """The one-line error for what is neither a regular file nor, where one belongs, a folder."""
+    """The one-line error for a link, a pipe and the like, or a folder where a file belongs."""
     return f"{path} is a link, a pipe or the like: nothing in results is followed; put the file itself in its place"
 
 
@@ -93,12 +93,12 @@ def read_file(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
 
 
 def read_json(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> Any:
-    """The value in a JSON file of results; ValueError naming it if it is none, and like `opened`."""
+    """The value in a JSON file of results; ValueError naming the file if it is not JSON; also raises like `opened`."""
     return from_json(read_file(path, most_bytes), path)
 
 
 def from_json(content: str | bytes, origin: object) -> Any:
-    """The value of a JSON text; a one-line ValueError naming the origin for one that is none or nested too deeply."""
+    """The value of a JSON text; one-line ValueError naming the origin if it is invalid or nested too deeply."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -106,7 +106,7 @@ def from_json(content: str | bytes, origin: object) -> Any:
 
 
 def typed(kind: type[T], values: Any) -> T:
-    """The dataclass of numbers and texts with the values of a JSON object, whose other names are left out.
+    """The dataclass `kind`, of numbers and texts, with the values of a JSON object; names of no field are ignored.
 
     Fields with a default may be missing. Raises TypeError or KeyError for values that are not of the fields' types.
     """
@@ -180,7 +180,7 @@ def without_number(name: str) -> str:
 
 
 def as_stored(path: Path) -> Path:
-    """The file itself, or the one that an earlier revision wrote in its place under the number of an owner."""
+    """The file itself or, if it is missing, the latest one that an earlier revision wrote under an owner's number."""
     if path.exists():
         return path
     numbered = path.parent.glob(f"{glob.escape(path.stem)}~*{path.suffix}")
@@ -196,7 +196,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, stat: os.stat_result) -> Self:
-        """The stamp of a file that is open, or was just looked at."""
+        """The stamp of a file from the result of its `stat`."""
         return cls(stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
@@ -211,7 +211,7 @@ def stamp_of(path: Path) -> Stamp | None:
 def check_writable(folder: Path, what: str = "results folder") -> None:
     """Raises ValueError if the folder, which need not exist, is not writable; leaves no files.
 
-    `what` is how the message calls it.
+    `what` names the folder in the message.
     """
     existing = folder.absolute()
     while not existing.exists() and existing != existing.parent:
@@ -245,9 +245,9 @@ def hashed_text(text: str) -> bytes:
 
 
 def from_hashed_json(content: bytes, path: Path, *, allow_plain: bool = False) -> dict[str, Any]:
-    """The values of a JSON object; ValueError naming `path` if it is not whole, or not what was written.
+    """The values of a JSON object; ValueError naming `path` if it is incomplete, or was changed after it was written.
 
-    With `allow_plain`, also of one that an earlier version wrote without a hash.
+    With `allow_plain`, also reads an object that an earlier version wrote without a hash.
     """
     if allow_plain and not content.startswith(_HEAD):
         values = from_json(content, path)
@@ -267,7 +267,7 @@ def from_hashed_json(content: bytes, path: Path, *, allow_plain: bool = False) -
 
 
 def is_hashed(path: Path) -> bool:
-    """Whether there is such a file, whole or damaged."""
+    """Whether the file exists and begins like hashed JSON, whole or damaged."""
     try:
         with os.fdopen(opened(path), "rb") as file:
             return file.read(len(_HEAD)) == _HEAD

@@ -1,9 +1,9 @@
 """One owner per run or ablation: a lock that ends with its process and, for results at a URL, one lease object.
 
 An owner holds the lock of the folder's file `.owner` for as long as its process lives (`flock`, by `filelock`): the
-system frees it when the process ends in any way, and a suspended process keeps it. So there is no dead owner on one
+system releases it however the process ends, and a suspended process keeps it. So a dead owner blocks nothing on one
 machine, nor on a disk that several share. At a URL, which has no locks, the object `.owner` is the lease: whoever finds
-one there is refused, unless its process has ended on this very machine, or the user says that it has (`--take-over`).
+one there is refused, unless its owner has ended on this very machine, or the user says that it has (`--take-over`).
 """
 
 import json
@@ -25,7 +25,7 @@ from fedloom.platform.results.store import Target, is_remote, open_target
 
 FILE = ".owner"
 WAIT_S = 1.0
-"""Seconds for which a lock is waited for: a fetch holds one while it replaces files."""
+"""Seconds to wait for a lock: a fetch holds one while it replaces files."""
 SETTLE_S = 1.0
 """Seconds after which a lease is read again, in case another machine wrote its own at the same moment."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -43,14 +43,14 @@ class OwnershipLostError(RuntimeError):
 
 
 class Process(NamedTuple):
-    """A process of this machine: its number, which is used again, and when it started (seconds since the boot)."""
+    """A process of this machine: its number, which the system re-uses, and its start time in seconds since the boot."""
 
     pid: int
     started: float
 
 
 def this_place() -> str:
-    """Identifies this machine since its start, and the container: process numbers are comparable only within it."""
+    """Identifies this boot of the machine and the container: process numbers are comparable only within both."""
     try:
         return f"{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
@@ -58,12 +58,12 @@ def this_place() -> str:
 
 
 def this_process() -> Process:
-    """The process that asks."""
+    """The current process."""
     return Process(os.getpid(), _started_s(os.getpid()))
 
 
 def _started_s(pid: int) -> float:
-    """When a process started: the time since 1970 that psutil gives moves with the clock, by a second now and then."""
+    """When a process started, in seconds since the boot: psutil's time since 1970 shifts when the clock is adjusted."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         return ticks / os.sysconf("SC_CLK_TCK")
@@ -72,7 +72,7 @@ def _started_s(pid: int) -> float:
 
 
 def process_of(pid: int) -> Process | None:
-    """The process with this number; None if it has ended, also if it only waits to be collected."""
+    """The process with this number; None if it has ended, even if it is still a zombie."""
     try:
         process = psutil.Process(pid)
         is_over = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -82,7 +82,7 @@ def process_of(pid: int) -> Process | None:
 
 
 def is_process(pid: int, started: float) -> bool:
-    """Whether the process that started then still exists."""
+    """Whether the process with this number and start time still exists."""
     return process_of(pid) == Process(pid, started)
 
 
@@ -93,7 +93,7 @@ def children(parents: Collection[Process]) -> set[Process]:
 
 
 def descendants(roots: Collection[Process]) -> set[Process]:
-    """The living processes among these, and all that they, and their children, have started and still own."""
+    """The living processes among these, and all of their descendants that have not been re-parented."""
     parents = _parents()
     processes = new = {root for root in roots if is_process(*root)}
     while new:
@@ -104,7 +104,7 @@ def descendants(roots: Collection[Process]) -> set[Process]:
 
 
 def end_all(processes: Collection[Process], grace_s: float) -> list[Process]:
-    """Waits until these processes have ended, kills those that have not after `grace_s`, and returns these."""
+    """Waits for these processes to end, kills those that have not after `grace_s`, and returns the killed ones."""
     end_s = time.monotonic() + grace_s
     while (left := [p for p in processes if is_process(*p)]) and time.monotonic() < end_s:
         time.sleep(0.2)
@@ -129,7 +129,7 @@ def _parents() -> dict[Process, int]:
 
 @dataclass(frozen=True)
 class Lease:
-    """Who owns a folder: a process (see `Process`) of a machine, whose `place` is that of `this_place`."""
+    """The owner of a folder: a process (see `Process`) and its machine, identified by `place` (see `this_place`)."""
 
     token: str
     host: str
@@ -139,12 +139,12 @@ class Lease:
 
     @classmethod
     def own(cls) -> "Lease":
-        """A new one of this process."""
+        """A new lease of the current process."""
         return cls(uuid4().hex, platform.node()[:64], this_place(), *this_process())
 
     @property
     def is_over(self) -> bool:
-        """Whether its process is known to have ended: of another machine nothing is known."""
+        """Whether its process is known to have ended; False for a process of another machine."""
         return self.place == this_place() and not is_process(self.pid, self.started)
 
     def __str__(self) -> str:
@@ -167,9 +167,9 @@ class RemoteLease:
     """The ownership of a folder at a URL by this process."""
 
     def __init__(self, target: Target, folder: str, what: str, *, fresh: bool = False, take_over: bool = False) -> None:
-        """Raises OwnedError, naming the owner, if another process has the lease; nobody can know a `fresh` folder.
+        """Raises OwnedError naming the owner if another process has the lease; a `fresh` folder is not checked.
 
-        With `take_over` the lease is replaced, whoever has it.
+        No other process can know a folder that was just made. `take_over` replaces the lease, whoever has it.
         """
         self._target, self._name, self._what = target, f"{folder}/{FILE}", what
         self._own, self.lost = Lease.own(), ""
@@ -184,11 +184,11 @@ class RemoteLease:
                 raise OwnedError(self._refusal(_decoded(content or b"")))
 
     def ask(self) -> None:
-        """Raises OwnershipLostError if another process has taken over, and OSError if that cannot be known now."""
+        """Raises OwnershipLostError if another process has taken over, and OSError if this cannot be found out now."""
         if not self.lost and (content := self._read()) != self._own.encoded():
             by = _decoded(content or b"") or "another process"
             self.lost = f"{self._what} was taken over at {self._target.url} by {by}: nothing is written there any more"
-        if self.lost:  # for good, also if the new owner ends and takes its lease away
+        if self.lost:  # for good, even if the new owner ends and removes its lease
             raise OwnershipLostError(self.lost)
 
     def release(self) -> None:
@@ -211,13 +211,13 @@ class RemoteLease:
 
 
 class Ownership:
-    """The ownership of a folder of the results by this process, and of its copy at their URL, if they are at one."""
+    """This process's ownership of a results folder and, if the results are at a URL, of the copy there."""
 
     def __init__(self, lease: RemoteLease | None = None) -> None:
         self._lease = lease
 
     def __call__(self) -> None:
-        """Raises OwnershipLostError if it is known that another process has taken over; asks nobody."""
+        """Raises OwnershipLostError if a take-over is already known; makes no request."""
         if self._lease is not None and self._lease.lost:
             raise OwnershipLostError(self._lease.lost)
 
@@ -231,10 +231,10 @@ class Ownership:
 def owned(
     folder: Path, what: str, results: str | Path, root: Path, *, fresh: bool = False, take_over: bool = False
 ) -> Iterator[Ownership]:
-    """Owns a folder of the results in `root`, and its copy at their URL, for the duration of the block.
+    """Owns a folder of the results in `root`, and its copy if they are at a URL, for the duration of the block.
 
-    Raises OwnedError, a one-line ValueError that says who has it. `fresh` is a folder that was made just now;
-    `take_over` replaces the lease at a URL.
+    Raises OwnedError, a one-line ValueError naming the owner. `fresh` says that the folder was just made; `take_over`
+    replaces the lease at a URL.
     """
     with ExitStack() as held:
         held.enter_context(_locked(folder, what, WAIT_S))
@@ -249,7 +249,7 @@ def owned(
 
 
 def check_unowned(folder: Path, what: str) -> None:
-    """Raises OwnedError if a process of this machine, or on a shared disk of another, owns the folder."""
+    """Raises OwnedError if a process of this machine, or of another one that shares the disk, owns the folder."""
     if (folder / FILE).exists():
         with _locked(folder, what, 0):
             pass
@@ -257,7 +257,7 @@ def check_unowned(folder: Path, what: str) -> None:
 
 @contextmanager
 def unowned(folder: Path) -> Iterator[bool]:
-    """Whether no other process owns the folder, which none can take up within the block either."""
+    """Yields whether no other process owns the folder; if so, none can take it up within the block."""
     try:
         with _locked(folder, "", 0) if folder.is_dir() else ExitStack():
             yield True
@@ -267,7 +267,7 @@ def unowned(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Waits until no other process is in such a block with this folder."""
+    """Lets only one process at a time into such a block for this folder; the others wait."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock", thread_local=False):
         yield
@@ -294,7 +294,7 @@ def _locked(folder: Path, what: str, wait_s: float) -> Iterator[None]:
 
 
 def _say(folder: Path, content: bytes) -> None:
-    """Writes into the locked file, in place, who has it: only those who are refused read it."""
+    """Writes the owner into the locked file, in place: only processes that are refused read it."""
     with suppress(OSError), os.fdopen(opened(folder / FILE, os.O_WRONLY), "wb") as file:  # a full disk
         file.write(content)
         file.truncate()

@@ -1,11 +1,12 @@
 """The manifest of a run: sizes and hashes of its files, so that a change that fedloom did not make is noticed.
 
-It holds the files of tables, the configuration, the costs, the copies of plug-ins and input files, and the models'
-cards. What changes with every round carries its own hash: the checkpoint's state, which holds those of its tensors, and
-the journal's lines; a card holds the hash of its model. Logs, the status and TensorBoard's files belong to no result.
+It lists the files of tables, the configuration, the costs, the copies of plug-ins and input files, and the models'
+cards. What changes with every round is covered by hashes of its own: the checkpoint's state carries its hash and those
+of its tensors and the journal, and a card carries the hash of its model. Logs, the status and TensorBoard's files are
+not listed, because no result depends on them.
 
-A file that is replaced is listed with its old and its new content before, so that after a crash one of them is there.
-Rows are read from all files of a table's folder, so that a file there which is not listed is a problem, too.
+Before a file is replaced, its old and new content are listed, so that after a crash it matches one of them. Rows are
+read from all files of a table's folder, so that an unlisted file there is a problem, too.
 """
 
 import hashlib
@@ -39,14 +40,14 @@ _TRY_AGAIN_S = 0.05
 
 
 class Digest(NamedTuple):
-    """What identifies a file's content."""
+    """Size and hash of a file's content."""
 
     size_bytes: int
     sha256: str
 
     @classmethod
     def of(cls, content: bytes) -> Self:
-        """The digest of a content."""
+        """The digest of this content."""
         return cls(len(content), content_hash(content))
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ Digests = tuple[Digest | None, ...]
 """The contents that a file may have; None: it may be missing."""
 
 Replacing = Callable[[Path, Digest], AbstractContextManager[None]]
-"""Within the block the file is replaced by this content."""
+"""A context manager: within its block, the caller replaces the file by content of this digest."""
 
 
 def digest_of(path: Path) -> Digest:
@@ -80,7 +81,7 @@ def encoded(files: Mapping[str, Digests]) -> bytes:
 
 
 def decoded(content: bytes, path: Path) -> dict[str, Digests]:
-    """The files of a manifest, all of which lie in the results.
+    """The digests in a manifest by file name, after checking that the names do not lead out of the results.
 
     Raises ValueError naming `path` for one that is damaged, or newer than this version.
     """
@@ -107,13 +108,13 @@ class Manifest:
     """The manifest of a run as its only writer keeps it."""
 
     def __init__(self, paths: RunPaths, files: Mapping[str, Digests] | None = None) -> None:
-        """Nothing is written before `begin`, unless `files` are those of a run that has begun."""
+        """Writes nothing before `begin`, unless `files` of a run that has begun are given."""
         self._paths, self._begun = paths, files is not None
         self._files: dict[str, Digests] = dict(files or {})
 
     @classmethod
     def of_run(cls, paths: RunPaths) -> "Manifest":
-        """The manifest of a run to go on with; of one that an earlier version wrote, all of its files are listed."""
+        """The manifest of a run to resume; for a run that an earlier version wrote without one, lists all its files."""
         path = manifest_path(paths)
         if path.exists():
             return cls(paths, decoded(read_file(path), path))
@@ -122,28 +123,28 @@ class Manifest:
         return manifest
 
     def add(self, files: Iterable[Path]) -> None:
-        """Digests files that are not replaced any more."""
+        """Lists files that are not replaced any more, with their digests."""
         self._files |= {self._name(path): (digest_of(path),) for path in files}
         self._write()
 
     def begin(self) -> None:
-        """Digests the files of a new run, and writes its manifest."""
+        """Lists the files of a new run with their digests, and writes its manifest."""
         self._begun = True
         self.add(listed_files(self._paths))
 
     def require(self, path: Path) -> None:
-        """Lists a file that has to be there, and carries its own hash."""
+        """Lists a file that must exist, with any content, because it carries its own hash."""
         if self._files.get(self._name(path)) != (ANY,):
             self._files[self._name(path)] = (ANY,)
             self._write()
 
     def settle(self) -> None:
-        """Forgets what replaced files held before."""
+        """Writes the manifest without the earlier contents of replaced files."""
         self._write()
 
     @contextmanager
     def replacing(self, path: Path, new: Digest) -> Iterator[None]:
-        """Within the block the file is replaced by a content of this digest."""
+        """Lists the old and the new content while the caller replaces the file, within the block."""
         name = self._name(path)
         self._files[name] = (*self._files.get(name, (None,)), new)
         self._write()
@@ -152,7 +153,7 @@ class Manifest:
 
     @contextmanager
     def deleting(self, path: Path) -> Iterator[None]:
-        """Within the block the file is deleted."""
+        """Lists the file as possibly missing while the caller deletes it, within the block."""
         name = self._name(path)
         self._files[name] = (*self._files.get(name, ()), None)
         self._write()
@@ -179,9 +180,9 @@ def listed_files(paths: RunPaths) -> list[Path]:
 
 
 def problems(paths: RunPaths) -> list[str]:
-    """What does not match a run's manifest, and what to do: a line per file.
+    """The files that do not match a run's manifest, and what to do: a line per file.
 
-    Nothing for a run without a manifest, if an earlier version wrote it or it ended before its first checkpoint.
+    Empty for a run without a manifest, if an earlier version wrote it or it ended before its first checkpoint.
     """
     if irregular_paths := _irregular_paths(paths):
         return [irregular(path) for path in irregular_paths]
@@ -195,14 +196,14 @@ def problems(paths: RunPaths) -> list[str]:
         listed = decoded(content, path)
         mismatches = (_mismatch(paths.root / name, digests) for name, digests in sorted(listed.items()))
         lines = [f"{line}: {ADVICE}" for line in mismatches if line]
-        # A part that was copied, or that a program which keeps folders alike put there, would double rows.
+        # A part that was copied there, for example by a program that synchronises folders, would double rows.
         parts = sorted(part for folder in paths.tables() for part in folder.rglob("*.parquet"))
         lines += [
             f"{part} was not written by its run, and would be read as rows of it: move it out of the results"
             for part in parts
             if not part.name.startswith((".", "_")) and part.relative_to(paths.root).as_posix() not in listed
         ]
-        # Of a run at work, a file may have been replaced since the manifest was read.
+        # If the run is at work, a file may have been replaced since the manifest was read.
         if not lines or last == (content, lines):
             return lines
         last = (content, lines)
@@ -230,9 +231,9 @@ def has_hashed_checkpoint(paths: RunPaths) -> bool:
 
 
 def _irregular_paths(paths: RunPaths) -> list[Path]:
-    """What in a run's folders is neither a folder nor a regular file, and which of these folders are links.
+    """What in a run's folders is neither a folder nor a regular file, and which of the folders are links.
 
-    Reading it could wait for ever, and whoever writes through it would change files outside the results.
+    Reading such a path could block for ever, and writing through it would change files outside the results.
     """
     tops = (paths.artifacts, *paths.tables())
     above = {folder for top in tops for folder in (top, *top.parents) if folder.is_relative_to(paths.root)}
@@ -250,7 +251,7 @@ def _irregular_paths(paths: RunPaths) -> list[Path]:
 
 
 def _mismatch(path: Path, digests: Digests) -> str:
-    """How a file differs from the contents that it may have; empty if it does not."""
+    """How a file differs from the contents that it may have; empty if it matches one."""
     try:
         stored: Digest | None = digest_of(as_stored(path) if ANY in digests else path)
     except FileNotFoundError:

@@ -19,13 +19,13 @@ SUPERNETS = "supernets"
 NAMES = "names.json"
 """The file of a run's name and tags."""
 STATE_FILE = "state.json"
-"""The file of a checkpoint's folder that names its others."""
+"""The file in a checkpoint's folder that names its other files."""
 LONGEST_RUN_ID = 140
-"""An experiment's or an ablation's name has up to 100 characters; time, random suffix and trial's number follow."""
+"""Time, up to 100 characters of an experiment's or an ablation's name, random suffix and trial number."""
 _EXPERIMENT, _RUN = "experiment=", "run_id="
 _DATED = re.compile(r"\d{8}-\d{6}")
 _LIKE_AN_ID = re.compile(r"\d{8}-(\d{0,6}|\d{6}-.*)")
-"""Ids begin with the time, 20261122-113000-, and what begins an id means that run."""
+"""What could begin a run id, such as 20261122-113000-: no name or tag, because the beginning of an id means its run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ NO_NAMES = Names()
 
 
 def check_names(name: str | None, tags: Sequence[str]) -> None:
-    """Raises ValueError for a name or a tag that could not be told from a path, an option or an id."""
+    """Raises ValueError for a name or a tag that could be mistaken for a path, an option or an id."""
     for kind, words in (("name", [name] if name is not None else []), ("tag", tags)):
         for word in words:
             check_name(kind, word)
@@ -131,7 +131,7 @@ class RunPaths:
         return self.root / table / f"{_EXPERIMENT}{self.experiment}" / f"{_RUN}{self.run_id}"
 
     def tables(self) -> list[Path]:
-        """The folders of this run's rows of all tables that it has rows of."""
+        """The folders of this run's rows, one for each table that has any."""
         return sorted(self.root.glob(f"*/{_EXPERIMENT}{self.experiment}/{_RUN}{self.run_id}"))
 
 
@@ -156,7 +156,7 @@ def new_run_id(root: Path, experiment: str) -> str:
 
 
 def start_of(name: str, file: Path) -> str:
-    """When what has this id was started, to be sorted: as the id says, or else when its first file was written."""
+    """A text by which runs or ablations sort by their start: the id if it begins with a time, else `file`'s time."""
     if _DATED.match(name):
         return name
     try:
@@ -171,7 +171,7 @@ def is_used(root: Path, run_id: str) -> bool:
 
 
 def remove_run(paths: RunPaths) -> None:
-    """Deletes all files of a run, of its tables, too."""
+    """Deletes all files of a run, including its rows in tables."""
     for folder in (paths.artifacts, *paths.tables()):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -207,12 +207,12 @@ def find_run(root: Path, word: str) -> RunPaths:
 
 
 def find_runs(root: Path, word: str) -> list[RunPaths]:
-    """The only run with this id, or whose id begins so; else the only run with this name; else all with this tag.
+    """The only run whose id is, or begins with, `word`; else the only run of this name; else all runs with this tag.
 
-    Names are read only if no id begins so. Raises ValueError under the conditions of `find_run`, except for the tag of
-    several runs.
+    Names are read only if no id begins with `word`. Raises ValueError like `find_run`, but not for a tag of several
+    runs.
     """
-    if not word:  # every id begins so; a variable of the shell may be unset
+    if not word:  # every id begins with ''; a shell variable may be unset
         raise ValueError("'' names no run: give an id, the beginning of one, a name or a tag")
     matching = runs_called(root, word)
     if len(matching) == 1:

@@ -29,11 +29,11 @@ class Status:
     """The status of a run.
 
     A run whose file says running is "dead" if its process no longer exists on this machine, and "stalled" if its
-    heartbeat (seconds since 1970) is old. `started` and `place` identify the process (see `processes`). `taken` counts
-    the processes that have taken the run up, `written` how often any of them wrote its status: of two copies of a run
-    they tell the later one without a clock. `cluster` is the address of the Ray cluster where `fedloom attach` finds
-    the run, empty if the run ends with its command. `left_s` are the seconds that the run was expected to take after
-    its last round, negative if that is not known. Status files of earlier versions have none of these.
+    heartbeat (seconds since 1970) is old. `started` and `place` identify the process (see `lock`). `taken` counts the
+    processes that have taken the run up, `written` how often any of them wrote its status: they tell which of two
+    copies of a run is later, without a clock. `cluster` is the address of the Ray cluster where `fedloom attach` finds
+    the run, empty if the run ends with its command. `left_s` is the time in seconds that the run was expected to take
+    after its last round, negative if unknown. Status files of earlier versions lack all of these.
     """
 
     state: State
@@ -60,12 +60,12 @@ class Status:
 class StatusFile:
     """Writes the status of the current process's run; thread-safe.
 
-    A run that is resumed stays at the stage and round of the file until others are written: a run that is done has none
-    to come.
+    A resumed run keeps the stage and round of its file until others are written, because a run that is done writes no
+    more of them.
     """
 
     def __init__(self, path: Path, cluster: str = "") -> None:
-        """`cluster` is that of `Status`."""
+        """`cluster` is the one of `Status`."""
         self._path = path
         self._lock = threading.Lock()
         try:

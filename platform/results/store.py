@@ -1,4 +1,4 @@
-"""A folder at a URL, on a filesystem that pyarrow supports, and where reports and exports may be written."""
+"""Folders at URLs, on any filesystem that pyarrow supports, and checks of where reports and exports may be written."""
 
 import io
 import os
@@ -22,7 +22,7 @@ from fedloom.platform.results.tables import TABLES
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SECRETS = ("secret", "token", "key", "sas", "sig", "password", "passwd", "pwd", "credential")
-"""What the name of a query's value contains, in any case, if the value is a secret."""
+"""Parts of the names, in any case, of those values in a URL's query that are secrets."""
 _ALLOWED = (
     "give a local folder, s3://bucket/path, gs://bucket/path, file:///path or another URL that "
     "pyarrow.fs.FileSystem.from_uri takes"
@@ -57,8 +57,8 @@ def local_root(results: str | Path) -> Path:
 
 
 def without_secrets(text: str) -> str:
-    """A URL, or a text that holds one, as it may be shown: without user:password and the values of its query."""
-    # Up to the last @, because passwords contain slashes; a user alone is, for some schemes, the name of a container.
+    """A URL, or a text with one, as it may be shown: without user:password and the values of its query."""
+    # Up to the last @, because passwords contain slashes; in some schemes a user alone is the name of a container.
     text = re.sub(r"://[^\s?]*:[^\s?]*@", "://...@", text)
     head, mark, query = text.partition("?") if "://" in text else (text, "", "")
     return head + mark + re.sub(r"(^|[&;])([^&;=\s]*=)?[^&;\s]+", r"\1\2...", query)
@@ -103,7 +103,7 @@ class Target:
     def list(self, under: Sequence[str] = ("",)) -> dict[str, RemoteFile]:
         """All files below these folders by name, without hidden ones; a missing folder is empty.
 
-        Raises ValueError for a name that a file here could not have, such as one that leads out of the results.
+        Raises ValueError for a name that cannot be a file's here, such as one that leads out of the results.
         """
         files: dict[str, RemoteFile] = {}
         with _one_line():
@@ -130,14 +130,14 @@ class Target:
                 self._write(path, file, size_bytes)
                 return
             folder, _, last = path.rpartition("/")
-            # Of its own: two machines may write the same file at the same moment, as those that claim one run do.
+            # A unique name: two machines may write the same file at the same moment, as when both claim a run.
             temporary = f"{folder}/.{last}.{uuid4().hex[:12]}.tmp"
             self.filesystem.create_dir(folder, recursive=True)
             try:
                 self._write(temporary, file, size_bytes)
                 self.filesystem.move(temporary, path)
             except BaseException:
-                with suppress(Exception):  # whatever failed is raised, not that it cannot be tidied up
+                with suppress(Exception):  # the first error is raised, not one from tidying up
                     self.filesystem.delete_file(temporary)
                 raise
 
@@ -238,7 +238,7 @@ STORED = (ARTIFACTS, ABLATIONS, SUPERNETS, *TABLES)
 
 
 def check_outside(root: Path) -> None:
-    """Raises ValueError if a new results folder would lie among what another one's runs have stored."""
+    """Raises ValueError if a new results folder would lie inside what another results folder stores."""
     for folder in [root.resolve(), *root.resolve().parents]:
         others = folder.parent
         if folder.name in STORED and (others / ARTIFACTS).is_dir() and any((others / "runs").glob("experiment=*")):
@@ -251,8 +251,8 @@ def check_outside(root: Path) -> None:
 def output_folder(results: Path, out: Path | None, default: str) -> Path:
     """The folder `out`, or RESULTS/DEFAULT if it is None, after checking that files may be written there.
 
-    Raises ValueError for a folder that cannot be written, and for one in which a reader of the results, or a check of
-    their files, would find what is written.
+    Raises ValueError for a folder that cannot be written, and for one where readers of the results, or checks of their
+    files, would come across what is written.
     """
     if out is None:
         for folder in reversed([Path(default), *Path(default).parents]):

@@ -27,7 +27,7 @@ SCHEMA_VERSION = 5
 SCHEMA_VERSION_KEY = b"fedloom_schema_version"
 
 MOST_ROWS = 10_000_000
-"""Rows of the largest file that is read, of which fedloom writes at most 250 000."""
+"""The most rows of a file that is read; fedloom writes at most 250 000."""
 
 Value = int | float | str | bool | datetime
 Row = dict[str, Value]
@@ -55,7 +55,7 @@ _ARCHITECTURE = "architecture as its options, such as 3-1-8-0"
 
 
 def _result_column(name: str, column: "Field[Any]") -> Column:
-    """A column of `clients`; its kind is its annotation, such as `float | None`, but a row's MACs are whole."""
+    """A column of `clients`; its kind is the first word of the field's annotation, but MACs are whole in rows."""
     kind: Any = "int" if name == "macs" else column.type.split()[0]
     return Column(kind, column.metadata["meaning"], column.metadata["of_time"])
 
@@ -346,7 +346,7 @@ def count_rows(path: Path) -> int:
 
 @contextmanager
 def opened_part(path: Path) -> Iterator[pq.ParquetFile]:
-    """A file of rows that fedloom wrote; a small one that claims to hold very many rows is not read."""
+    """Opens a file of rows that fedloom wrote; ValueError if it claims to hold more than `MOST_ROWS` rows."""
     try:
         with os.fdopen(opened(path), "rb") as source, pq.ParquetFile(source) as file:
             if file.metadata.num_rows > MOST_ROWS:
@@ -382,7 +382,7 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 def in_order(files: Iterable[Path]) -> list[Path]:
     """The parts of tables in the order of their rows, without hidden files.
 
-    Of two that an earlier revision wrote for different owners of a run, the later owner's is read.
+    Of two that an earlier revision wrote for different owners of a run, only the later owner's is kept.
     """
     parts = sorted((f for f in files if not f.name.startswith((".", "_"))), key=lambda f: (len(f.name), f.name))
     latest = {(file.parent, without_number(file.name)): file for file in parts}
@@ -395,7 +395,7 @@ def stored_parts(folder: Path) -> list[Path]:
 
 
 def is_done(paths: RunPaths) -> bool:
-    """Whether a run is done: its row says so, which is written after all of its other rows and its checkpoint."""
+    """Whether a run is done, as its row in `runs` says; this is written after all other rows and the checkpoint."""
     return read_runs([paths], "runs", ["status"])["status"].tolist() == ["done"]
 
 

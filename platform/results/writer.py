@@ -143,7 +143,7 @@ class Journal:
     """Committed rows that are not yet in Parquet, as lines `[table, index, row]` in a file that is only appended to.
 
     The first commit after a rotation starts a new file. Every checkpoint holds the length and the hash of the file at
-    that moment, so that what was cut, changed or exchanged since is noticed, and what was appended later is not read.
+    that moment: a file that was cut, changed or exchanged since is noticed, and rows appended later are not read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -157,7 +157,7 @@ class Journal:
         After an OSError none of them is stored.
         """
         if self._descriptor is None:
-            self._name = f"journal-{uuid4().hex[:12]}.jsonl"  # never that of a file that a checkpoint may refer to
+            self._name = f"journal-{uuid4().hex[:12]}.jsonl"  # never the name of a file that a checkpoint may refer to
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
             self._descriptor = os.open(self._folder / self._name, flags, 0o644)
             self._length_bytes, self._hash = 0, sha256()
@@ -194,7 +194,7 @@ _row_json = json.JSONEncoder(check_circular=False).encode
 """The row as one line of JSON; NaN and infinities are allowed, times are not."""
 
 Position = Mapping[str, Any]
-"""The number of rows per table at a checkpoint, and as `journal` the file that those not yet in Parquet are in."""
+"""Rows per table at a checkpoint, and as `journal` how far the journal of rows not yet in Parquet was written."""
 
 
 def journal_files(folder: Path) -> list[Path]:
@@ -203,13 +203,13 @@ def journal_files(folder: Path) -> list[Path]:
 
 
 def journalled_rows(folder: Path, position: Position) -> dict[str, dict[int, dict[str, Any]]]:
-    """For each table the rows by index, of the journal that a checkpoint with this position refers to.
+    """The rows, by table and index, of the journal that a checkpoint with this position refers to.
 
-    Raises ValueError for a journal that is not what it was then. If it is missing there are no rows: it was deleted
-    because they are all in Parquet, or else the caller finds that they are not.
+    Raises ValueError for a journal that was changed since. A missing journal has no rows: it was deleted once all of
+    them were in Parquet; otherwise the caller notices which rows are missing.
     """
     paths, end = journal_files(folder), None
-    if "journal" in position:  # else an earlier revision wrote the checkpoint
+    if "journal" in position:  # otherwise an earlier revision wrote the checkpoint
         try:
             end = None if position["journal"] is None else typed(JournalEnd, position["journal"])
         except (TypeError, KeyError) as error:
@@ -229,7 +229,7 @@ def journalled_rows(folder: Path, position: Position) -> dict[str, dict[int, dic
             try:
                 table, index, row, *_ = from_json(line, path)
                 rows.setdefault(table, {})[index] = dict(row)
-            except (ValueError, TypeError):  # cut short; of earlier revisions the checkpoint holds no hash
+            except (ValueError, TypeError):  # cut short; checkpoints of earlier revisions hold no hash
                 break
     return rows
 

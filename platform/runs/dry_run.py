@@ -87,7 +87,7 @@ def dry_stages(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def is_countable(stage: Stage) -> bool:
-    """Whether a stage starts from fresh weights and its clients' tasks can count their costs, which a plan tells."""
+    """Whether a stage starts from fresh weights, and all clients' tasks in its first plan can count their costs."""
     if not isinstance(stage, TrainingStage):
         return False
     try:

@@ -58,11 +58,11 @@ def round_line(p: "RoundProgress") -> str:
 
 
 CONSOLE = logging.getLogger("fedloom.console")
-"""The lines that the console shows, which go to a file beside the run, wherever it is watched from."""
+"""The logger of the lines that the console shows; they also go to a file of the run, wherever it is watched from."""
 
 
 class _LogFile(logging.FileHandler):
-    """Says once, and not with a traceback for every record, that the file cannot be written, as on a full disk."""
+    """Reports once, not with a traceback for every record, that the file cannot be written (such as on a full disk)."""
 
     told = False
 
@@ -86,7 +86,7 @@ class _LogFile(logging.FileHandler):
 def log_to(folder: Path) -> Sequence[logging.Handler]:
     """Writes fedloom's records of level warning and above to `server.log`, and `CONSOLE` to `console.log`.
 
-    Both go on until `close_log`; neither fails on a full disk.
+    Both stay active until `close_log`, and neither fails on a full disk.
     """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,13 +114,13 @@ class _Texts(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.texts.append(record.getMessage())
-        except (TypeError, ValueError):  # wrong arguments of a format
+        except (TypeError, ValueError):  # arguments that do not fit the format
             self.handleError(record)
 
 
 @contextmanager
 def warnings_in(texts: list[str]) -> Iterator[None]:
-    """Adds the lines of fedloom's warnings within the block, without their tracebacks, to a list."""
+    """Adds the messages of fedloom's warnings in the block to a list, without their tracebacks."""
     handler = _Texts(texts)
     logging.getLogger("fedloom").addHandler(handler)
     try:
@@ -130,7 +130,7 @@ def warnings_in(texts: list[str]) -> Iterator[None]:
 
 
 def and_logged(watch: "Callable[[RoundProgress], None]") -> "Callable[[RoundProgress], None]":
-    """The watcher of rounds, of which `CONSOLE` gets the lines as well."""
+    """Wraps a watcher of rounds so that every round's line also goes to `CONSOLE`."""
 
     def told(progress: "RoundProgress") -> None:
         CONSOLE.info("%s", round_line(progress))

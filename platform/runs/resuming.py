@@ -1,4 +1,4 @@
-"""Going on with a run: what may change then, whose the run and its name are, and what is left of a run that is done."""
+"""Resuming runs: the keys that may change, the ownership of a run and its name, and updates of a run that is done."""
 
 import json
 from collections.abc import Mapping
@@ -39,9 +39,9 @@ FREE_ON_RESUME = (
 
 
 def placed_here(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration with this machine's addresses and folders: the defaults, whatever the run's were.
+    """A stored configuration with the default addresses and folders in place of those that it was stored with.
 
-    Results may come from strangers, whose address would be connected to, and whose folder be written to.
+    Results may come from strangers, to whose addresses fedloom would connect, and to whose folders it would write.
     """
     here = asdict(DataConfig())
     data = stored.get("data")
@@ -65,9 +65,9 @@ def what_is_computed(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def check_name_is_free(root: Path, config: RunConfig) -> None:
-    """Raises ValueError for the name of another run, unless both are one setting with different seeds.
+    """Raises ValueError if another run has the name, unless both have one setting with different seeds.
 
-    A dry run keeps no name from the run that it was made for.
+    A dry run does not reserve its name: a real run may have it, too.
     """
     if config.name is None:
         return
@@ -120,7 +120,7 @@ def leave_finished(config: RunConfig, run_id: str, *, take_over: bool = False) -
     """Gives a run that is done the configuration's name and tags, and completes its copy at the results' URL.
 
     Returns the name and tags if they are new.
-    Raises OwnedError if another process does so at this moment.
+    Raises OwnedError if another process is doing so.
     """
     paths = _paths(config, run_id)
     is_new = config.names != read_names(paths.artifacts)

@@ -1,4 +1,4 @@
-"""Starts a run from its configuration, or resumes it from its last checkpoint, with any executor; how it ended."""
+"""Starts a run from its configuration or resumes it from its last checkpoint, with any executor; tells how it ended."""
 
 import json
 import logging
@@ -71,9 +71,9 @@ MakeExecutor = Callable[[World], Executor]
 
 
 def make_serial(world: World) -> SerialExecutor:
-    """Trains the world's clients in this process, with all of its GPU's memory those whose tiers have a share of one.
+    """An executor that trains the world's clients in this process; tiers with a share of a GPU use all of its memory.
 
-    Raises ValueError if they do and torch sees no GPU.
+    Raises ValueError if a tier has a share of a GPU and torch sees none.
     """
     devices = _serial_devices(world)
     kinds = dict.fromkeys(devices.values())
@@ -82,7 +82,7 @@ def make_serial(world: World) -> SerialExecutor:
 
 
 def _serial_devices(world: World) -> dict[str, str]:
-    """The device of every tier's clients and of the server's data: that of the client actors that would do the work."""
+    """The device of every tier's clients and of the server's data: the one that client actors would use."""
     sizes = {tier.name: (tier.num_cpus, tier.num_gpus) for tier in world.tiers}
     if world.config.executor.resident:  # every actor has what the largest tier asks for
         sizes = dict.fromkeys(sizes, (max(cpus for cpus, _ in sizes.values()), max(gpus for _, gpus in sizes.values())))
@@ -101,8 +101,7 @@ class Watcher:
     """Callbacks of a run: its start, every finished round, and whether it should stop.
 
     `started` gets the run's id, and the id of the run whose trained supernet it uses (empty if none). `stages` gets the
-    names of all stages before. `cluster` is the
-    address at which the run can be watched again (see `Status`).
+    names of all stages before that. `cluster` is the address at which the run can be watched again (see `Status`).
     """
 
     started: Callable[[str, str], None] = lambda _run_id, _supernet_of: None
@@ -114,7 +113,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A run's id (generated if not given), and its trial of an ablation.
+    """A run's id (generated if not given), and the trial of an ablation to which it belongs.
 
     `setting` holds the values that the ablation varies in this trial, by axis.
     """
@@ -155,7 +154,7 @@ def start_run(
             ownership = held.enter_context(owned_run(config, writer.paths, fresh=True))
             sources = sources_of(config)
             write_new_run(writer.paths, config, world, sources)
-            writer.manifest.begin()  # before the checkpoint of a supernet that is used again: a checkpoint tells of it
+            writer.manifest.begin()  # before a reused supernet's checkpoint: a checkpoint implies a manifest
             beginning = _beginning(world, writer)
             row = {**run_row(config, world, sources), **identity.row(), **beginning.row}
             writer.update_run(**row, status="running", started=datetime.now(UTC))
@@ -194,7 +193,7 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
 
 
 def _going_on(world: World, writer: RunWriter, state: RunState) -> _Beginning:
-    """Continues from a checkpoint; the supernet is shared only if the run trains all of it with the same key."""
+    """The beginning of a resumed run, whose supernet is shared only if the run trains all of it with the same key."""
     config, run_id, recorded = world.config, writer.paths.run_id, writer.run_row
     training = shared_training(config.method)
     if recorded.get("supernet_run_id") != run_id or training is None or state.stage >= training.stages:
@@ -218,7 +217,7 @@ def resume_run(
     """Continues a run from its last checkpoint; without one it starts at round 0.
 
     `identity` is only used for a run that was killed before its row was written.
-    `changed_plugins` allows that its plug-ins' sources have changed; `take_over` replaces the lease at a URL.
+    `changed_plugins` allows changed sources of its plug-ins; `take_over` replaces the lease at a URL.
     Raises ValueError, before anything is changed, for a checkpoint of another configuration, a damaged checkpoint, and
     changed plug-ins, data and input files.
     """
@@ -270,7 +269,7 @@ def planned_world(config: RunConfig, costs: RunCosts | None = None) -> World:
 
 
 def stored_world(paths: RunPaths, config: RunConfig) -> World:
-    """The world of a run that is there; whatever computes with one builds it here.
+    """The world of an existing run; all code that computes with a stored run builds it here.
 
     Raises ValueError if the data or a file that the configuration names is not what the run began with.
     """
@@ -291,7 +290,7 @@ def planned_stages(world: World) -> list[Stage]:
 
 
 def _begun_stages(world: World) -> list[Stage]:
-    """The stages of a run that begins in this process; ValueError, too, if its clients need a GPU that is not here."""
+    """The stages of a run that begins in this process; also raises ValueError if its clients need a missing GPU."""
     if world.config.executor.kind == "serial" and not world.config.dry_run:
         _serial_devices(world)
     return planned_stages(world)
@@ -375,7 +374,7 @@ def _trackers(config: RunConfig, writer: RunWriter) -> Trackers:
 
 @contextmanager
 def _end_written(recorder: Recorder, status: StatusFile) -> Iterator[None]:
-    """Writes down how the block ends."""
+    """Records in the run's row and its status how the block ends."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -408,14 +407,14 @@ Kind = Literal["done", "refused", "failed", "infrastructure", "interrupted", "de
 
 
 NOT_BEGUN = "its work had not begun"
-"""The message of an interruption before the run has an id, where no round can be lost."""
+"""The message of an interruption before the run has an id, when no round can be lost."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
     """How a run ended: done, refused (invalid configuration), failed, infrastructure (failed copy) or interrupted.
 
-    Of a run that goes on without its command only the watching has ended: detached.
+    `detached` means that the run goes on without its command: only the watching has ended.
     """
 
     run_id: str
@@ -427,7 +426,7 @@ class RunEnd:
 class Resume:
     """A run to resume.
 
-    `changed` allows that its plug-ins have changed since it started; `take_over` replaces the lease at a URL.
+    `changed` allows plug-ins that have changed since it started; `take_over` replaces the lease at a URL.
     """
 
     run_id: str
@@ -442,7 +441,7 @@ def run_to_end(
     resume: Resume | None = None,
     identity: RunIdentity | None = None,
 ) -> RunEnd:
-    """Starts or resumes a run and returns its ending; all other errors are raised."""
+    """Starts or resumes a run and returns how it ended; all other errors are raised."""
     run_ids: list[str] = []
 
     def started(run_id: str, supernet_of: str) -> None:

@@ -1,8 +1,8 @@
-"""What a run writes down about itself before its first round, and its inputs: data, and files that it names.
+"""What a run records about itself before its first round, and its inputs: the data, and the files that it names.
 
-The hashes of the inputs are columns of the run's row, and copies of the files lie in its folder `inputs`. Whatever goes
-on with a stored run refuses other inputs, which would make one result of two experiments. Files that code reads by
-itself, without being told by an option, are not known.
+The hashes of the inputs are columns of the run's row, and copies of the files lie in its folder `inputs`. All code that
+continues a stored run refuses other inputs, which would mix two experiments in one result. Files that code reads
+without an option that names them are not tracked.
 """
 
 import json
@@ -50,10 +50,10 @@ GIT_S = 5.0
 INPUTS = "inputs"
 """The folder of the copies in a run's artefacts."""
 MOST_KEPT_BYTES = 1 << 28
-"""Larger files are known by their hash alone."""
+"""Larger files are not copied: only their hash is recorded."""
 
 _NO_INPUTS = ("data", "experiment", "name", "ray", "results", "tags")
-"""Sections whose texts name no files, or the data set, which is known by its own hash."""
+"""Sections whose texts name no files, and the section of the data set, which has a hash of its own."""
 
 _OF_DATA_SET = ("dataset", "train_samples", "test_samples", "sequence_length", "options")
 """The keys of `data` that tell data sets apart."""
@@ -64,14 +64,14 @@ Row = Mapping[str, Any]
 
 
 def input_files(config: Mapping[str, Any]) -> dict[str, Path]:
-    """The files that a configuration (as plain values) names, by their paths as they are written there."""
+    """The files that a configuration (as plain values) names, by their paths as written there."""
     parts = [value for name, value in config.items() if name not in _NO_INPUTS]
-    try:  # of the options of `data` only the augmentation's: the others are the data set's
+    try:  # of the options of `data` only the augmentation's can name inputs: the others are the data set's
         names = AUGMENTATIONS.options_of(config["data"]["augment"])
         parts += [value for name, value in config["data"]["options"].items() if name in names]
     except (ValueError, KeyError, AttributeError):  # there is no such code here, or in the version that stored it
         pass
-    # A text without a point or a slash is a word, whatever the working directory holds.
+    # A text without a dot or a slash is a word, even if the working directory has a file of that name.
     texts = sorted({text for text in texts_of(parts) if "." in text or "/" in text})
     files = {text: os.path.expanduser(text) for text in texts}
     return {text: Path(file) for text, file in files.items() if os.path.isfile(file)}
@@ -83,7 +83,7 @@ def input_hashes(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def input_columns(config: Mapping[str, Any], data: FederatedData) -> dict[str, str]:
-    """The columns of a run's row that tell its inputs."""
+    """The columns of a run's row that identify its inputs."""
     return {
         "dataset_hash": data.dataset.hash,
         "partition_hash": data.partition_hash,
@@ -102,7 +102,7 @@ def recorded_inputs(paths: RunPaths) -> Row:
 
 
 def changed_files(paths: RunPaths, recorded: Row, now: Mapping[str, str]) -> dict[str, str]:
-    """A line for each file that is not what a run has recorded; `now` are the present `input_hashes`."""
+    """A line for each file that differs from what a run has recorded; `now` holds the present `input_hashes`."""
     lines = {}
     files = from_json(recorded.get("inputs", "{}"), paths.table("runs"))
     if not isinstance(files, dict) or not all(isinstance(sha256, str) for sha256 in files.values()):
@@ -130,7 +130,7 @@ def check_data(paths: RunPaths, dataset: str, data: FederatedData, constants_has
 
 
 def begun_with(runs: Sequence[RunPaths]) -> dict[str, tuple[str, str]]:
-    """The data sets and files that runs began with: hash and run by what the configuration calls them."""
+    """The data sets and files that runs began with: (hash, run id) by their name in the configuration."""
     known: dict[str, tuple[str, str]] = {}
     rows = read_runs(runs, "runs", _TOLD).dropna()
     for run_id, config, dataset_hash, files in zip(*(rows[c] for c in ("run_id", *_TOLD)), strict=True):
@@ -140,7 +140,7 @@ def begun_with(runs: Sequence[RunPaths]) -> dict[str, tuple[str, str]]:
 
 
 def check_alike(config: Mapping[str, Any], data: FederatedData, known: Mapping[str, tuple[str, str]]) -> None:
-    """Raises ValueError for inputs of a new run that are not those of `begun_with` by the same name."""
+    """Raises ValueError if an input of a new run differs from the one of the same name in `known` (`begun_with`)."""
     for name, sha256 in _by_name(config, input_columns(config, data)).items() if known else ():
         other, run_id = known.get(name, (sha256, ""))
         if other != sha256:
@@ -151,13 +151,13 @@ def check_alike(config: Mapping[str, Any], data: FederatedData, known: Mapping[s
 
 
 def _by_name(config: Mapping[str, Any], row: Row) -> dict[str, str]:
-    """The hashes of data set and files under what the configuration calls them."""
-    # Noise and rotation make a data set of each partition.
+    """The hashes of the data set and the files by their names in the configuration."""
+    # With noise or rotation each partition has a data set of its own.
     skewed = config["data"].get("noise") is not None or config["data"].get("rotation") is not None
     keys = sorted(config["data"]) if skewed else _OF_DATA_SET
     data = [f"data.{key}={config['data'].get(key)}" for key in keys if config["data"].get(key)]
     data += [f"seed={config['seed']}"] if skewed else []
-    # The trials' own processes are told absolute paths.
+    # The processes of an ablation's trials get absolute paths.
     files = {os.path.abspath(text): sha256 for text, sha256 in json.loads(row["inputs"]).items()}
     return {" ".join(data): row["dataset_hash"], **files}
 
@@ -189,7 +189,7 @@ def whole_or_nothing(paths: RunPaths) -> Iterator[None]:
 
 
 def has_begun(paths: RunPaths) -> bool:
-    """Whether a run has been written down as a whole, has a checkpoint, or rows; damaged ones count."""
+    """Whether a run has been fully written down, or has a checkpoint or rows; damaged ones count."""
     if manifest_path(paths).exists() or any(paths.checkpoint.glob("*")) or journal_files(paths.artifacts):
         return True
     parts = [part for folder in paths.tables() for part in folder.glob("*.parquet")]

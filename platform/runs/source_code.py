@@ -4,9 +4,9 @@ A plug-in's sources are the module that the configuration names, and all modules
 from outside the installed packages. The files that its options name are inputs of the run (see `run_files`); other
 files and environment variables that it reads are not tracked.
 
-Results come from elsewhere, too: copied, downloaded, shared. The configuration in them chooses code by its import path,
-and with the working directory among the places of modules it could choose a file that came with the results. So it is
-found out, without executing any of it, where the code lies.
+Results may come from elsewhere: copied, downloaded, shared. Their configuration chooses code by its import path, and
+because modules are also looked for in the working directory, it could choose a file that came with the results. So the
+place of the code is determined without executing any of it.
 """
 
 import ast
@@ -138,7 +138,7 @@ def _own_file(module: str) -> Path | None:
 
 
 def _imports(module: str, file: Path) -> Iterator[str]:
-    """The modules that a source imports anywhere in it, with their packages; also dynamically by constant names."""
+    """The modules that a source imports anywhere, with their packages; dynamic imports only by constant names."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
         if isinstance(node, ast.Import):
@@ -171,11 +171,11 @@ def _with_packages(module: str) -> Iterator[str]:
 
 
 def check_code_places(configs: Iterable[Mapping[str, Any]], root: Path) -> None:
-    """Raises ValueError, in one line, if a text of a configuration names code in the results folder, or Python's own.
+    """Raises ValueError, in one line, if a configuration names code in the results folder or in Python's own library.
 
-    Modules of Python's library may do things when they are imported, and none of them is a plug-in. What is installed
-    is none of the results, also where they are a folder above it. Every text of the form of an import path counts,
-    because a plug-in may be named anywhere in the options of another.
+    Modules of Python's library may act when they are imported, and none of them is a plug-in. Installed packages are
+    allowed, even if the results folder contains their environment. Every text in the form of an import path is
+    checked, because a plug-in may be named anywhere in the options of another.
     """
     for path in sorted({text for config in configs for text in _texts(config) if ":" in text}):
         if IMPORT_PATH.fullmatch(path) and re.split("[.:]", path)[0] in sys.stdlib_module_names:
@@ -202,7 +202,7 @@ def _texts(values: Any) -> Iterator[str]:
 
 def _below(module: str, root: Path) -> Path | None:
     """The first file below the folder that an import of the module would execute; None if there is none."""
-    if module.partition(".")[0] == "fedloom":  # it is running, and no other one could be imported
+    if module.partition(".")[0] == "fedloom":  # it is running, and an import finds no other one
         return None
     for file in _files_of(module):
         if _is_below(file, root) and not _is_below(file, Path(sys.prefix)):
@@ -213,7 +213,7 @@ def _below(module: str, root: Path) -> Path | None:
 def _files_of(module: str) -> Iterator[Path]:
     """The files that an import of a module executes: those of its packages, outermost first, and its own.
 
-    Nothing is imported, as `importlib.util.find_spec` does with the packages that a module lies in.
+    Nothing is imported, unlike by `importlib.util.find_spec`, which imports the packages that a module lies in.
     """
     top, *rest = module.split(".")
     try:
@@ -233,7 +233,7 @@ def _files_of(module: str) -> Iterator[Path]:
 
 
 def _found(name: str, folders: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """A module's file in the first of these folders that has it, and the folders in which its own modules lie.
+    """A module's file in the first of these folders that has it, and the folders of the module's own submodules.
 
     A namespace package has no file, and lies in all of the folders that have it.
     """
@@ -249,7 +249,7 @@ def _found(name: str, folders: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _is_below(file: Path, root: Path) -> bool:
-    """Whether a file lies below a folder, as it is named or where links lead to."""
+    """Whether a file lies below a folder, by its path as given or where its links lead."""
     named = file.absolute().is_relative_to(root.absolute())
     return named or any(at.is_relative_to(root.resolve()) for at in (file.absolute(), file.resolve()))
 

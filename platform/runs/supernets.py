@@ -136,7 +136,7 @@ def stored_supernet(root: Path, key: str) -> str | None:
 def load_supernet(root: Path, key: str, config: RunConfig) -> StoredSupernet | None:
     """The stored supernet of this configuration; None if there is none.
 
-    None with a warning, too, if it is damaged, or another one's that was moved to where the key's belongs.
+    Also None, with a warning, if it is damaged, or belongs to another key and was moved here.
     """
     if not _folder(root, key).is_dir():
         return None
@@ -202,10 +202,10 @@ def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: R
 
 
 def keeper(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState], None]:
-    """Returns a function of every stage's last state that stores the supernet after its training.
+    """Returns a callback for every stage's last state, which stores the supernet after the last stage of its training.
 
-    It is stored at the results' URL, too, for other machines. An error only causes a warning, because only later runs
-    need it.
+    It also stores it at the results' URL, for other machines. An error only causes a warning, because only later runs
+    need the supernet.
     """
     training = shared_training(config.method)
 

@@ -1,4 +1,4 @@
-"""The interface of searchers, asked for architectures and told their scores, and what models are ranked by."""
+"""The ask/tell interface of searchers, and the metrics by which models are ranked."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -115,7 +115,7 @@ def winner(history: Iterable[Scored]) -> Scored:
     return min(feasible, key=rank)
 
 
-# -- what a search ranks models by: their accuracy, or their loss (SuperFedNAS, Eq. 6) --------------------------------
+# -- the metric that ranks models: accuracy, or loss (SuperFedNAS, Eq. 6) ---------------------------------------------
 
 Metric = Literal["accuracy", "loss"]
 METRIC_TEXT = "models are ranked by accuracy, or by loss (of texts, the logarithm of perplexity)"
@@ -127,5 +127,5 @@ def merit(metric: str, accuracy: float, loss: float) -> float:
 
 
 def in_unit(metric: str, value: float) -> float:
-    """A merit in the unit of its metric."""
+    """Converts a merit back to its metric: the inverse of `merit`."""
     return value if metric == "accuracy" else -value

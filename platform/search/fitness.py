@@ -1,10 +1,10 @@
 """A fitness of elastic subnets that needs no training, and the path of the fittest (DeepFedNAS, arXiv 2601.15127).
 
     F(subnet) = sum over stages of log(V) * sum of log(w)  -  10 exp(variance of the stages' depths)  +  1000 rho
-    rho       = L / geometric mean of w; a subnet with rho above .31 does not count
+    rho       = L / geometric mean of w; a subnet with rho above .31 is excluded
 
 V is the number of values in a stage's output, w = inputs * kernel / groups of each of the L convolutions of stem and
-stages. The paper's other width multipliers are fixed in our spaces, and with them its penalty of falling channels.
+stages. The paper's other width multipliers are fixed in our spaces, and so is its penalty on decreasing channels.
 Constants: the authors' code.
 """
 
@@ -39,7 +39,7 @@ class Fitness:
     """The fitness of subnets from their features (`Genome.one_hot`), in which all sums are linear.
 
     Attributes:
-        entropy, log_widths, layers: each feature's share of the sums, (features,).
+        entropy, log_widths, layers: each feature's contribution to the sums, (features,).
         depths: the number of blocks that each feature adds to each stage, (stages, features).
         stem: the sum of log(w) and the number of the stem's convolutions.
     """
@@ -95,10 +95,10 @@ def _fitness_of(space: HasBlocks) -> Fitness:
 
 
 def path_of_the_fittest(space: SearchSpace, limits: int) -> tuple[Architecture, ...]:
-    """The fittest subnet within each of so many limits, in equal steps from the smallest subnet's MACs to the largest.
+    """The fittest subnet within each of `limits` MACs limits, in equal steps from the smallest subnet to the largest.
 
-    Found by evolution with fixed random numbers, then by climbing until no change of one depth or width helps: the path
-    belongs to the space. Fewer where limits share a subnet; fitter with every member. ValueError without any.
+    Evolution with a fixed seed, then hill climbing until no change of one depth or width helps: the path depends only
+    on the space. Limits that share a subnet shorten it, and fitness rises along it. ValueError if no subnet is found.
     """
     known = with_blocks(space, "DeepFedNAS' path")
     return once(space, f"path of {limits}", lambda _: _path(known, limits))
@@ -114,7 +114,7 @@ def _path(space: HasBlocks, limits: int) -> tuple[Architecture, ...]:
     for limit in np.linspace(table.smallest, table.largest, limits).tolist():
         within = TableConstraint(table, Interval(-math.inf, limit), genome)
         best = search_predicted(genome, score, within, seed=0, name=f"path {limit:.10g}", keep=1, generations=30)
-        # What was best within less is within this limit, too.
+        # The best subnet of the previous limit is within this limit, too.
         starts = [*(candidate.architecture for candidate in best), *list(path)[-1:]]
         tops = [_climbed(start, genome, score, table, limit) for start in starts]
         if tops:
@@ -127,7 +127,7 @@ def _path(space: HasBlocks, limits: int) -> tuple[Architecture, ...]:
 def _climbed(
     start: Architecture, genome: ElasticGenome, score: Callable[[Ints], Floats], table: CostTable, limit: float
 ) -> Architecture:
-    """The subnet from which no change of one gene, within the limit, is fitter."""
+    """The subnet reached by hill climbing from `start`: no change of one gene within the limit is fitter."""
     best, fitness = start, float(score(as_array([start]))[0])
     while True:
         near = genome.neighbours(best)

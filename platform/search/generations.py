@@ -157,7 +157,7 @@ class GenerationSearch(ABC):
 
 
 def check_population(population: int) -> None:
-    """Raises ValueError for a population without two parents; searchers without one take any number for it."""
+    """Raises ValueError for a population of fewer than two models; searchers without one do not check the setting."""
     if population < 2:
         raise ValueError(f"population is {population}, it must be at least 2")
 
@@ -221,9 +221,9 @@ class NSGA2Search(GenerationSearch):
             "offspring": config.offspring,
             "mutation": config.mutation,
         }
-        # States of before there was a choice have no word of it: both objectives.
+        # States saved before there was a choice do not contain the setting: they used both objectives.
         settings |= {} if config.objectives == "metric_and_cost" else {"objectives": "metric"}
-        # Nor have states of before there were genes.
+        # States saved before there were genomes contain none either.
         return settings if isinstance(genome, PlainGenome) else {**settings, "genome": repr(genome)}
 
     def _start(self) -> Proposer:
@@ -280,7 +280,7 @@ class Evolution:
 
             def crossed(count: int) -> Ints:
                 mothers = rng.integers(len(rows), size=count)
-                # Two different parents if there are two, because crossing an architecture with itself gives it again.
+                # Two different parents if there are two, because crossing an architecture with itself changes nothing.
                 fathers = (mothers + rng.integers(1, max(len(rows), 2), size=count)) % len(rows)
                 return self.genome.cross(rows[mothers], rows[fathers], rng)
 

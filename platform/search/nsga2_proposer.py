@@ -198,7 +198,7 @@ class NSGA2Proposer:
         return new
 
     def observe(self, scored: Sequence[Scored]) -> None:
-        """Tells pymoo -metric, and the cost if it ranks; failed models violate the constraint: sound ones survive."""
+        """Passes -metric, and the cost if it is ranked, to pymoo; failed models violate its constraint and die out."""
         objectives = np.array([(-s.metric if s.feasible else np.inf, s.cost)[: 1 + self.ranks_cost] for s in scored])
         violation = np.array([[-1.0 if s.feasible else 1.0] for s in scored])
         self.individuals.set("F", objectives, "G", violation)

@@ -1,4 +1,4 @@
-"""Predictors of metric and latency, a small MLP on one-hot architectures, and searches by what they predict."""
+"""Predictors of metric and latency (a small MLP on one-hot architectures), and searches that rank by predictions."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def kendall_tau(a: Values, b: Values) -> tuple[float, float]:
     Both are NaN if one scoring is constant.
     Raises ValueError unless both have the same number of finite values, at least two.
     """
-    from scipy.stats import kendalltau  # half a second, which only evaluations need
+    from scipy.stats import kendalltau  # importing takes half a second, and only evaluations need it
 
     x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1 or len(x) < 2:
@@ -55,7 +55,7 @@ BATCH = 32
 MLP = ComponentSpec("mlp")
 LR = 3e-3
 WEIGHT_DECAY = 3.0
-"""Decoupled weight decay (AdamW): with as many features as samples / 4, small values give tau 0.8, this one 0.99."""
+"""Decoupled weight decay (AdamW): with one feature per 4 samples, small values give tau 0.8, this one 0.99."""
 
 
 Predict = Callable[[Floats], Floats]
@@ -127,7 +127,7 @@ def refusal(fitted: Fitted, min_tau: float, what: str) -> str:
 
 
 def check_predictor(fit: ComponentSpec, genome: Genome) -> None:
-    """Fits a predictor of the user's own to made-up values of random architectures; PluginError if it does not work."""
+    """Fits a user's own predictor to invented values of random architectures; PluginError if it does not work."""
     if is_import_path(fit.name):
         rng = stream(0, "trial")
         features = genome.one_hot(genome.draw(2 * FEWEST_SAMPLES, rng))
@@ -135,7 +135,7 @@ def check_predictor(fit: ComponentSpec, genome: Genome) -> None:
 
 
 def _checked(predict: Predict, name: str) -> Predict:
-    """The predictor, whose answers are looked at if it is the user's own."""
+    """The predictor; a user's own is wrapped, so that its predictions are checked."""
     if not is_import_path(name):
         return predict
     if not callable(predict):
@@ -171,7 +171,7 @@ def mlp(
     x = torch.as_tensor(features, dtype=torch.float32)
     y = torch.as_tensor((values - mean) / scale, dtype=torch.float32)
     layers: list[tuple[Tensor, Tensor]] = []
-    for inputs, outputs in itertools.pairwise((x.shape[1], hidden, hidden, 1)):  # weights as of He et al. 2015
+    for inputs, outputs in itertools.pairwise((x.shape[1], hidden, hidden, 1)):  # weights as in He et al. 2015
         weight = torch.randn(outputs, inputs, generator=generator) * math.sqrt(2 / inputs)
         layers.append((weight.requires_grad_(), torch.zeros(outputs, requires_grad=True)))
 
@@ -207,7 +207,7 @@ def unpredicted(features: Floats, values: Floats, generator: torch.Generator) ->
 
 
 def untrained(features: Floats, values: Floats, generator: torch.Generator) -> Predict:
-    """No predictor: the search goes by a fitness of the architecture alone (see `fedloom.platform.search.fitness`)."""
+    """No predictor: the search ranks by a fitness of the architecture alone (see `fedloom.platform.search.fitness`)."""
     del features, values, generator
     raise ValueError("predictor fitness is not fitted")
 
@@ -249,8 +249,8 @@ def search_predicted(
 ) -> list[Scored]:
     """The best `keep` distinct architectures inside the constraint, best first (SuperFedNAS, search stage).
 
-    Their metrics are predictions, to be verified by measurement. There are fewer only if no more are inside with a
-    finite score. The random stream is (seed, "predicted_search", name).
+    Their metrics are predictions, to be verified by measurement. Fewer are returned only if no more are found inside
+    with a finite score. The random stream is (seed, "predicted_search", name).
     Raises ValueError if no architecture is found inside the constraint.
     """
     rng = stream(seed, "predicted_search", name)

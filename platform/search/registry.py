@@ -1,4 +1,4 @@
-"""The searchers by name, and the checks of a user's own."""
+"""The searchers by name, and the checks of a user's own searcher."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def build_searcher(problem: SearchProblem, key: str = "method.search") -> Search
 
 
 def generations_left(problem: SearchProblem, num_scored: int) -> int:
-    """The number of generations in which the rest of the budget is scored; a user's own searcher may need others."""
+    """The number of generations that score the rest of the budget; a user's own searcher may need another number."""
     config, left = problem.config, problem.budget - num_scored
     first = config.offspring if config.searcher == "random" else config.population
     later = config.population if config.searcher == "evolution" else config.offspring

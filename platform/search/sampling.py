@@ -24,8 +24,8 @@ MAX_NODES = 100_000
 class _Suffix:
     """The costs that the decisions from a depth on can add, and the number of combinations for each cost.
 
-    `sums` holds the sorted costs, `cumulated` their cumulative counts; both are None if there are too many costs, when
-    only the smallest, largest, mean and variance of a uniform choice are known.
+    `sums` holds the sorted costs, `cumulated` their cumulative counts; both are None if there are too many costs. Then
+    only the smallest and largest cost, and the mean and variance of a uniform choice, are known.
     """
 
     smallest: float
@@ -113,7 +113,7 @@ class IntervalSampler:
         values, repeats = np.unique(row, return_counts=True)
         if after.sums is None or after.cumulated is None:
             return suffix
-        # The number of distinct maxima stays small with more decisions, that of distinct sums multiplies.
+        # With more decisions, the number of distinct maxima stays small, but that of distinct sums multiplies.
         most = MAX_DISTINCT_COSTS if self.table.reduce == "sum" else math.inf
         if len(values) * len(after.sums) > 16 * most:
             return suffix
@@ -129,7 +129,7 @@ class IntervalSampler:
         """Per partial cost, the approximate number of completions inside (up to a factor); 0 if there is none."""
         lower, upper = self.interval.lower - self._slack, self.interval.upper + self._slack
         if suffix.sums is None or suffix.cumulated is None:
-            from scipy.special import ndtr  # half a second, which only searches need
+            from scipy.special import ndtr  # importing takes half a second, and only searches need it
 
             possible = (partial + suffix.largest > lower) & (partial + suffix.smallest <= upper)
             scale = max(suffix.variance, np.finfo(float).tiny) ** 0.5
@@ -146,7 +146,7 @@ class IntervalSampler:
         return np.where(upto > below, np.maximum(ways, 1.0), 0.0)
 
     def _branches(self, depth: int, partial: float, rng: np.random.Generator | None) -> list[tuple[int, float]]:
-        """The options of a decision with possible completions inside, with partial costs; the last is tried first."""
+        """A decision's options that have completions inside, with their partial costs; the last is tried first."""
         choices = self.supported[depth]
         partials = self._join(np.full(len(choices), partial), self.rows[depth][choices])
         weights = self._completions(partials, self._suffixes[depth + 1])
@@ -165,7 +165,7 @@ class IntervalSampler:
         dead: set[tuple[int, float]] = set()
         nodes = 0
         while stack:
-            if not stack[-1]:  # one level up; a state without results below it is not visited again
+            if not stack[-1]:  # go one level up; a state without results below it is not visited again
                 stack.pop()
                 any_below = fruitful.pop()
                 if prefix:

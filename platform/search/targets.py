@@ -1,4 +1,4 @@
-"""Search of a trained supernet for targets, upper bounds on MACs or latency."""
+"""Search of a trained supernet for the best subnet per target, an upper bound on MACs or latency."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -39,21 +39,21 @@ from fedloom.tiers.costs import CostTable
 
 MEASURES = ("macs", "latency_s")
 UNFITTED = ("none", "fitness")
-"""Ways to search that need no samples and no fitted predictor: they cannot predict latencies."""
+"""The values of `predictor` that need no samples and fit nothing, so that they cannot predict latencies."""
 
 
 @dataclass
 class TargetSearchConfig:
     """Search of a trained elastic supernet (SuperFedNAS, stage 2); no client trains.
 
-    Targets are upper bounds in `macs` and `latency_s`; without any, there is one target per tier, its budget. A target
-    begins `tolerance` below its upper bound, or at its entry of `macs_above` (the bins of SuperFedNAS, Tab. 3).
+    Targets are the upper bounds in `macs` and `latency_s`; without any, each tier's budget is a target. A target's
+    interval begins `tolerance` below its bound, or at its entry of `macs_above` (the bins of SuperFedNAS, Tab. 3).
     """
 
     macs: Annotated[list[Annotated[float, POSITIVE]], "targets: upper bounds on MACs"] = field(default_factory=list)
     macs_above: Annotated[
         list[Annotated[float, ZERO_OR_MORE]],
-        "the lower bound of each of macs, which a winner exceeds; empty: see tolerance",
+        "lower bounds, one per entry of macs, which a winner exceeds; empty: see tolerance",
     ] = field(default_factory=list)
     latency_s: Annotated[
         list[Annotated[float, POSITIVE]], "targets: upper bounds on seconds per sample on this host"
@@ -65,7 +65,7 @@ class TargetSearchConfig:
     predictor: Annotated[
         str,
         ComponentName("predictor"),
-        "the predictor of the metric and of latency; none: measure every candidate; fitness: DeepFedNAS', untrained",
+        "predictor of metric and latency; none: measure every candidate; fitness: DeepFedNAS' score, untrained",
     ] = "mlp"
     samples: Annotated[
         int,
@@ -96,7 +96,7 @@ class TargetSearchConfig:
 
 @dataclass(frozen=True)
 class Target:
-    """A target's cost measure, and the cost interval that is searched, whose upper end is the target.
+    """A target's cost measure, and the cost interval to search, whose upper end is the target.
 
     `measure` is "macs", "latency_s", or "budget" for a tier's; `table` has the costs, None for latencies.
     """
@@ -118,11 +118,11 @@ class Sample:
 
 
 def macs_target(value: float, tolerance: float, table: CostTable, above: float | None = None) -> Target:
-    """A target of at most so many MACs, which begins at `above`, or `tolerance` below its bound.
+    """A target of at most `value` MACs, whose interval begins at `above`, by default `tolerance` below `value`.
 
     Raises ValueError for MACs below the smallest or above the largest subnet.
     """
-    # A bin (above, value] may reach beyond the largest subnet, a target by itself may not.
+    # A bin (above, value] may reach beyond the largest subnet; a target without `above` may not.
     if value < table.smallest or (value > table.largest if above is None else above >= table.largest):
         shown = f"macs={value!r}" if above is None else f"macs={value!r} above {above:.10g}"
         raise ValueError(
@@ -136,7 +136,7 @@ def macs_target(value: float, tolerance: float, table: CostTable, above: float |
 
 
 def latency_target(value: float, tolerance: float) -> Target:
-    """A target of at most so many seconds per sample."""
+    """A target of at most `value` seconds per sample."""
     return Target(f"latency_s={value:.10g}", "latency_s", Interval(value * (1 - tolerance), value))
 
 
@@ -228,8 +228,8 @@ def fit_predictors(
 
 
 def fitness_predictors(space: SearchSpace) -> Predictors:
-    """The fitness in place of a predictor of the metric; it has no error to speak of. ValueError for another space."""
-    from fedloom.platform.search.fitness import fitness_of  # what other searches need not load
+    """The fitness in place of a metric predictor, with NaN as tau and MAE; ValueError for a space without blocks."""
+    from fedloom.platform.search.fitness import fitness_of  # other searches need not load it
 
     return Predictors(Fitted(fitness_of(space), math.nan, math.nan, 0, 0), None)
 
@@ -258,7 +258,7 @@ def check_reachable(target: Target, genome: Genome, seed: int) -> None:
 def finalists(
     target: Target, genome: Genome, predictors: Predictors, config: TargetSearchConfig, seed: int
 ) -> dict[Architecture, float]:
-    """The subnets with the best predicted metric inside the target's interval, with the prediction.
+    """The subnets with the best predicted metric inside the target's interval, with their predictions.
 
     Empty if no subnet inside the interval is found.
     """
@@ -307,7 +307,7 @@ def front_finalists(
 def choose(
     target: Target, verified: Sequence[Sample], cost: Callable[[Architecture], float], metric: str = "accuracy"
 ) -> Sample | None:
-    """The winner among the verified subnets: the best metric, then the other one, then the smallest cost.
+    """The winner among the verified subnets: the best by `metric`, then by the other score, then the smallest cost.
 
     For a latency target, only subnets whose measured latency meets it count. None if there are none or all failed.
     """

@@ -1,9 +1,9 @@
-"""A network that was passed as it is: its structure and its weights in one file, from which every process builds it.
+"""A network passed as an object: one file holds its structure and weights, from which every process rebuilds it.
 
-The file is safetensors: the tensors by their names in the network, and as JSON in its metadata the structure, which is
-every module's class and attributes, as `pickle` would take them. But nothing in the file is executed or chooses code:
-it may name torch.nn's modules and functions, and beyond them only what the configuration names in `space.options.code`,
-where import paths are checked and their sources copied as those of any code of one's own.
+The file is safetensors: the tensors by their names in the network, and in its metadata the structure as JSON, which is
+every module's class and attributes, as `pickle` would store them. But nothing in the file is executed or chooses code:
+it may name torch.nn's modules and functions, and besides only what the configuration lists in `space.options.code`,
+whose import paths are checked and whose sources are copied, as for all code of the user's own.
 
     fedloom run space.name=module space.build=fedloom.platform.spaces.as_is:stored space.options.path=net.safetensors
 """
@@ -35,12 +35,12 @@ _CONTAINERS = {"list": list, "tuple": tuple, "set": set, "dict": dict, "OrderedD
 
 def stored(
     *,
-    path: Annotated[str, PATH, "the file of `packed`"],
-    code: Annotated[list[str] | None, "import paths of the classes and functions of one's own in it"] = None,
+    path: Annotated[str, PATH, "the network's file, as `packed` makes it"],
+    code: Annotated[list[str] | None, "import paths of the user's own classes and functions in it"] = None,
 ) -> nn.Module:
-    """The network in a file, with the weights that it was passed with, whatever the seed.
+    """The network in a file, with the weights that it was stored with, whatever the seed.
 
-    Raises ValueError for a file that holds no such network, or names code that neither torch.nn nor `code` has.
+    Raises ValueError for a file that holds no such network, or that names code outside torch.nn and `code`.
     """
     try:
         with safe_open(Path(path).expanduser(), framework="pt") as file:
@@ -74,13 +74,13 @@ class _Unpacked:
             raise ValueError(f"it names {path}, which is not in space.options.code")
         module, _, name = path.partition(":")
         code = getattr(sys.modules.get(module), name, None)
-        # What these modules have imported is not theirs.
+        # Names that these modules only import from elsewhere are refused.
         if import_path(code) != path:
             raise ValueError(f"it names {path}, which is no module or function of torch.nn")
         return code
 
     def network(self) -> nn.Module:
-        for path, (_, state) in reversed(self._states.items()):  # what a module holds is whole before the module is
+        for path, (_, state) in reversed(self._states.items()):  # children are complete before their parents
             self._modules[path].__setstate__(self._value(state))  # type: ignore[no-untyped-call]
         return self._modules[""]
 
@@ -99,9 +99,9 @@ class _Unpacked:
 
 
 def packed(network: nn.Module) -> tuple[bytes, list[str]]:
-    """The file of a network, and the import paths of the code in it that is not torch.nn's.
+    """The content of a network's file, and the import paths of the code in it that is not torch.nn's.
 
-    Raises ValueError for a network with an attribute that cannot be written down, such as a hook or an open file.
+    Raises ValueError for a network with an attribute that cannot be stored, such as a hook or an open file.
     """
     packing = _Packing(network)
     structure = {"modules": packing.modules(), "requires_grad": packing.requires_grad}
@@ -175,7 +175,7 @@ class _Packing:
 
 
 def import_path(code: Any) -> str | None:
-    """`module:name` of a function or a class; None if it cannot be imported by it, as what `__main__` defines."""
+    """`module:name` of a function or a class; None if it cannot be imported so, such as code of `__main__`."""
     name = getattr(code, "__name__", "")
     for module in ("torch.nn.functional", getattr(code, "__module__", None)):  # some of the former are built in
         if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is code:

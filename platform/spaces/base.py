@@ -26,18 +26,18 @@ from fedloom.platform.spaces.slices import (
 from fedloom.tiers.costs import CostTable
 from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of, parameters_of
 
-# -- what is sent of a module -----------------------------------------------------------------------------------------
+# -- the tensors of a module that are exchanged -----------------------------------------------------------------------
 
 
 def travelling(module: nn.Module) -> dict[str, Tensor]:
-    """What is sent of a module, by name: parameters with a gradient, and buffers that belong to its state."""
+    """The tensors that server and clients exchange, by name: trainable parameters and persistent buffers."""
     state = module.state_dict(keep_vars=True)
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}  # a shared one once
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}  # a shared one appears once
     return trained | {name: buffer for name, buffer in module.named_buffers() if name in state}
 
 
 def load_sent(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies of tensors into what is sent of a module, by name; its constants stay. RuntimeError for other names."""
+    """Loads copies of exchanged tensors into a module, whose constants stay; RuntimeError if the names differ."""
     constants = {name: tensor for name, tensor in module.state_dict().items() if name not in travelling(module)}
     module.load_state_dict({**constants, **{name: tensor.clone() for name, tensor in weights.items()}})
 
@@ -47,14 +47,14 @@ def load_sent(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Measure:
-    """One cost of a module: `of(module, x)` gives it, on the device that it needs."""
+    """One kind of cost: `of(module, x)` computes it for a module on `device`."""
 
     name: str
     of: Callable[[nn.Module, Tensor], float]
     device: str = "meta"
 
     def cost(self, build: Callable[[], nn.Module], x: Tensor) -> float:
-        """The module's cost on zeros like `x`, a tensor of the meta device; the global generators do not change.
+        """The module's cost on zeros like `x`, a meta tensor; leaves the global generators unchanged.
 
         An identity costs nothing, because its input is already in memory.
         """
@@ -70,11 +70,11 @@ class Measure:
             return float(self.of(module, zeros_on(self.device, x)))
 
     def join(self, costs: Iterable[float]) -> float:
-        """The joint cost of parts: their sum, or the maximum of peaks."""
+        """The total cost of several parts: their sum, or the maximum for peak measures."""
         return float(sum(costs) if self._reduce == "sum" else max(costs))
 
     def table(self, fixed: float, options: Iterable[Sequence[float]]) -> CostTable:
-        """The cost table with these costs of the fixed part and of the options."""
+        """A cost table with the given costs of the fixed part and of every option."""
         return CostTable(self.name, fixed, tuple(map(tuple, options)), self._reduce)
 
     @property
@@ -83,7 +83,7 @@ class Measure:
 
 
 def zeros_on(device: str, x: Tensor) -> Tensor:
-    """Zeros of the shape and type of a tensor of the meta device."""
+    """Zeros on `device` with the shape and dtype of the meta tensor `x`."""
     return x if device == "meta" else torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
@@ -107,7 +107,7 @@ def measure_of(name: str) -> Measure:
 
 T = TypeVar("T")
 SLICES_CACHED = 64
-"""The number of architectures whose slices a space keeps."""
+"""The number of architectures whose slices a space caches."""
 
 
 class SearchSpace(Protocol):
@@ -125,7 +125,7 @@ class SearchSpace(Protocol):
     input_dtype: torch.dtype = torch.float32
     """Dtype of the inputs: floats for images, int64 for tokens."""
     channels_last: bool = False
-    """Whether its networks of images compute faster with the channels last, on most machines."""
+    """Whether its image networks run faster in the channels-last memory format, on most machines."""
     stacks: bool = True
     """Whether clients' subnets may be computed as one batch, if torch can vectorise their layers."""
     _decision_kind: str = "decision"
@@ -144,7 +144,7 @@ class SearchSpace(Protocol):
         ...
 
     def largest_network(self, seed: int) -> nn.Module:
-        """The stand-alone module of the largest architecture with its initial weights of this seed."""
+        """The stand-alone module of the largest architecture, with initial weights drawn from this seed."""
         module = self.build_subnet(self.largest)
         module.load_state_dict(self.initial_subnet_weights(self.largest, torch.Generator().manual_seed(seed)))
         return module
@@ -156,7 +156,7 @@ class SearchSpace(Protocol):
 
     @property
     def constants_hash(self) -> str:
-        """SHA-256 (hex) of the tensors that neither train nor travel, which every process makes; empty for none."""
+        """SHA-256 (hex) of the constants, tensors never trained or sent that every process builds; empty if none."""
         return ""
 
     @property
@@ -167,12 +167,12 @@ class SearchSpace(Protocol):
     # -- a space that depends on the data -----------------------------------------------------------------------------
 
     def fitted(self, config: Any, dataset: Any) -> tuple["SearchSpace", Any]:
-        """The space and its configuration with what they leave to the data set; by default nothing."""
+        """The space and its configuration, with open values filled in from the data set; by default unchanged."""
         del dataset
         return self, config
 
     def tried(self, x: Any, y: Any) -> Any:
-        """Outputs for a batch of the data, on which the objective is tried; None for logits of any values."""
+        """Outputs for a batch of the data, to try the objective on; None if arbitrary logits will do."""
         del x, y
         return None
 
@@ -254,7 +254,7 @@ class SearchSpace(Protocol):
         return architecture_id(architecture)
 
     def meaning(self, architecture: Architecture) -> Mapping[str, Any]:
-        """A description of an architecture's options as JSON values, if it says more than their numbers."""
+        """What an architecture's options stand for, as JSON values; empty if the label is just their indices."""
         label = self.label(architecture)
         return {} if label == architecture_id(architecture) else {"label": label}
 
@@ -308,7 +308,7 @@ class SearchSpace(Protocol):
         return once(self, measure, lambda _: self._table_of(measure_of(measure)))
 
     def _table_of(self, measure: Measure) -> CostTable:
-        """The costs as measured; by default an option's is the difference that it makes to a subnet."""
+        """Measures the cost table; by default an option costs the difference that it makes to a subnet."""
         x = samples_of(self)
 
         def cost(architecture: Architecture) -> float:
@@ -335,7 +335,7 @@ class SearchSpace(Protocol):
 
 
 def once(space: SearchSpace, what: str, compute: Callable[[SearchSpace], T]) -> T:
-    """A property of a space, computed at the first call and then kept with it."""
+    """Computes a property of a space at the first call and caches it on the space under the name `what`."""
     known: dict[str, T] = vars(space).setdefault("_computed", {})
     if what not in known:
         known[what] = compute(space)
@@ -432,7 +432,7 @@ class SlicedSpace(SearchSpace):
         return tuple(n - 1 for n in self.options)
 
     def cheapest(self, table: CostTable) -> Architecture:
-        """The smallest subnet, by any measure."""
+        """The smallest subnet, which is the cheapest by every measure."""
         del table
         return self.smallest
 
@@ -441,7 +441,7 @@ class SlicedSpace(SearchSpace):
         return table.cost(self.smallest)
 
     def parse(self, text: str) -> Architecture:
-        """Parses an architecture; of one decision also every label. ValueError for one that the space does not have."""
+        """Parses an architecture, or the label of one in spaces of one decision; ValueError if the space lacks it."""
         known = {self.label((i,)): (i,) for i in range(self.options[0])} if len(self.options) == 1 else {}
         if text in known:
             return known[text]
@@ -471,4 +471,4 @@ class LeadingSpace(SlicedSpace):
 
     @abstractmethod
     def rolled(self, weights: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """The weights of a network that computes the same, with all channels moved `step` places to the front."""
+        """The weights of an equivalent network, with all channels rolled `step` places to the front."""

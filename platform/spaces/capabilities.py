@@ -99,7 +99,7 @@ class HasExits(SearchSpace, Protocol):
     """Subnets are the first blocks of a network, each with an exit: `forward(x, of_exits)` appends their logits.
 
     A subnet's module is called with a list, to which it appends the logits (N, classes) of every exit, the shallowest
-    first; it returns what it classifies by, which is their mean or the last one's.
+    first; it returns the logits that it classifies by, the mean over exits or the last exit's.
     """
 
     def num_exits(self, architecture: Architecture) -> int:
@@ -121,7 +121,7 @@ class HasAdapters(SearchSpace, Protocol):
 
 
 class Pair(NamedTuple):
-    """The names of a layer's B (out, r), A (r, in), and sum of merged products (out, in), which need not be there."""
+    """The names of a layer's B (out, r), A (r, in), and sum of merged products (out, in), which is optional."""
 
     up: str
     down: str
@@ -152,7 +152,7 @@ class HasBlocks(SearchSpace, Protocol):
 
     @property
     def stage_inputs(self) -> Sequence[Tensor]:
-        """The input of each stage for one sample, and the last one's output, on the meta device."""
+        """The input of each stage for one sample, and the last stage's output, on the meta device."""
         ...
 
 
@@ -169,7 +169,7 @@ Offered = TypeVar("Offered", bound=SearchSpace, covariant=True)
 
 @dataclass(frozen=True)
 class Need(Generic[Offered]):
-    """What a method needs of a space: called with a space and whoever needs it, it gives the space as one that has it.
+    """An interface that a method needs; called with a space and the name of who needs it, returns the space so typed.
 
     Calling it raises ValueError naming missing members, and built-in spaces that have them (`such_as`).
     """

@@ -162,7 +162,7 @@ SPEECH_OPERATORS = (
     *("conv(1)", "ds(3,.5)", "ds(3,1)", "ds(1,2)", "ds(3,2)", "mb(1,2)", "mb(3,.5)", "conv(3)", "mb(3,1)", "mb(3,2)"),
     "identity",
 )
-"""The eleven of Speech Commands."""
+"""The eleven operators of the Speech Commands space, in the order of their option indices."""
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -174,8 +174,8 @@ class CnnDesign:
     `stage_strides` are the strides of the reductions, one per stage; `input_shape` is (C, H, W).
     `depthwise_link` makes the reductions' residual link depthwise 3x3 + 1x1 instead of a 2x2 convolution. With
     `pooled`, reductions are 3x3 averages and a 1x1 convolution to twice the channels, for inputs of any size.
-    `heads` are the classes of several tasks' classifiers, of which a network has one: the last searchable layer.
-    `stem_stride` above 1 makes all layers smaller: for CPUs, whose time goes to the first layers' activations.
+    `heads` are the numbers of classes of several tasks' classifiers; a network has one, the last searchable layer.
+    A `stem_stride` above 1 makes all layers smaller, for CPUs, whose time goes to the first layers' activations.
     """
 
     name: str
@@ -236,7 +236,7 @@ class Reduction(nn.Module):
 class CnnSkeleton(nn.Module):
     """Stem, reductions and classifier: `forward(x_NCHW, layers)` gives logits (N, classes).
 
-    With several tasks the last of the layers is the classifier.
+    With several tasks, the last searchable layer is the classifier.
     """
 
     def __init__(self, design: CnnDesign) -> None:

@@ -1,6 +1,6 @@
 """The space of DARTS cells: all normal cells share one architecture, all reduction cells another (SPIDER, App. B.2).
 
-A decision is an edge of a cell type, an option one of its operators; each cell has weights of its own for them.
+A decision is an edge of a cell type, an option one of its operators; each cell has its own weights for them.
 Supernet, subspace and stand-alone subnet are the same class, `DartsNetwork`, and name their tensors alike
 (`cells.<cell>.edges.<edge>.ops.<option>.*`); they differ only in which operators they hold.
 """
@@ -30,8 +30,8 @@ from fedloom.platform.spaces.slices import Architecture, Subspace
 from fedloom.platform.spaces.space_config import spaces_of
 
 # -- operators (Liu et al. 2019), and those of the spaces of RobustDARTS (Zela et al. 2020) ---------------------------
-# Each maps (N, c, H, W) to (N, c, H/stride, W/stride) with a stride of 1 or 2. No operator changes its input, because
-# all edges from a node read the same tensor; what several of them would compute of it, a `State` computes once. Norms
+# Each maps (N, c, H, W) to (N, c, H/stride, W/stride) with a stride of 1 or 2. No operator changes its input in place,
+# because all edges from a node read the same tensor; a `State` computes once the ReLU that several of them need. Norms
 # have no scale and shift during a search (`affine`).
 
 
@@ -41,7 +41,7 @@ def strided(x_NCHW: Tensor, stride: int) -> Tensor:
 
 
 class ReluFirst(nn.Module, ABC):
-    """A module that begins with a ReLU, which all that read the same tensor may share: `after_relu(relu(x))`."""
+    """A module that begins with a ReLU, which modules with the same input can share: `after_relu(relu(x))`."""
 
     relu: nn.Module
 
@@ -65,7 +65,7 @@ class State:
         return torch.relu(self.x)
 
     def through(self, module: nn.Module) -> Tensor:
-        """A module's output; where costs are counted, on the meta device, every module does all of its own work."""
+        """A module's output; on the meta device, where costs are counted, every module computes its own ReLU."""
         if isinstance(module, ReluFirst) and not self.x.is_meta:
             return module.after_relu(self.positive)
         y: Tensor = module(self.x)
@@ -107,7 +107,7 @@ class FactorisedReduction(ReluFirst):
         return torch.cat([self.even(x), self.odd(x[:, :, 1:, 1:])], dim=1)
 
     def _halved(self, x: Tensor) -> Tensor:
-        """Both convolutions as one of 2x2 pixels with zeros: four times faster, because the image is passed once."""
+        """Both convolutions as one 2x2 convolution padded with zeros: four times faster, as it reads the image once."""
         even, odd = functional.pad(self.even.weight, (0, 1, 0, 1)), functional.pad(self.odd.weight, (1, 0, 1, 0))
         return functional.conv2d(x, torch.cat([even, odd]), stride=2)
 
@@ -169,7 +169,7 @@ def _dilated(kernel: int) -> "Build":
 
 
 def _pool(pool: Callable[[int], nn.Module]) -> "Build":
-    """A 3x3 pooling of a stride, BatchNorm."""
+    """3x3 pooling with the stride, BatchNorm."""
     return lambda c, stride, affine: nn.Sequential(pool(stride), nn.BatchNorm2d(c, affine=affine))
 
 
@@ -351,7 +351,7 @@ class Cell(nn.Module):
 
 
 def _with_dense_gradient(x: Tensor) -> Tensor:
-    """The tensor; the gradient of a concatenation, a view with gaps, would send the norms before it a slow way."""
+    """The tensor with a contiguous gradient: from a concatenation it is a strided view, on which norms are slow."""
     if x.requires_grad:
         last = x.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if last else torch.contiguous_format
@@ -362,8 +362,8 @@ def _with_dense_gradient(x: Tensor) -> Tensor:
 class DartsNetwork(nn.Module):
     """Stem, cells and classifier: `forward(x_NCHW, subspace)` returns logits (N, classes).
 
-    `subspace` (or an architecture) says which operators are used, by default all of the network. `mix`
-    (decisions, options) are weights of the operators, by default 1 (MiLeNAS's softmax). The first `base_cells` cells
+    `subspace` (or an architecture) selects the operators, by default all that the network holds. `mix`
+    (decisions, options) are their weights, such as MiLeNAS's softmax, by default 1. The first `base_cells` cells
     always use all of their operators (FedPNAS's shared base).
     The active operators are an argument, not state of the module.
     """
@@ -602,7 +602,7 @@ FEDNAS_V1_CELLS: tuple[Genotype, Genotype] = (
 
 @dataclass(frozen=True)
 class ShallowDesign(DartsDesign):
-    """One that may have two cells, both of which reduce: in a fixed network no decision is idle for it."""
+    """A design that may have only two cells, both reductions: a fixed network leaves no decision unused by it."""
 
     fewest_cells: ClassVar[int] = 2
 
@@ -641,7 +641,7 @@ class DartsV2Design:
 
 @dataclass(frozen=True)
 class FedNasV1Design(DartsV2Design):
-    """The fixed network of the cells found by FedNAS, from two cells on."""
+    """The fixed network of the cells found by FedNAS, with two or more cells."""
 
     name: str = "fednas_v1"
     cells: int = 2

@@ -2,7 +2,7 @@
 
 The spaces of DepthFL (Kim et al. 2023, Sec. 3), whose subnets classify by the mean logits of their exits, and of
 ScaleFL (Ilhan et al. 2023), whose subnets of fewer blocks are also narrower and classify by their last exit. An exit is
-a global average and a linear layer; those of the authors' ResNets convolve before.
+a global average and a linear layer; exits of the authors' ResNets begin with convolutions.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class ScaledDesign(DepthDesign, Protocol):
 
     @property
     def widths(self) -> tuple[float, ...]:
-        """Per number of blocks, the share of the channels that subnets of so many blocks keep."""
+        """The share of the channels that subnets keep, for each number of blocks, ascending."""
         ...
 
     def narrower(self, share: float) -> ScaledDesign:
-        """The same with this share of all channels."""
+        """The same design with this share of all channels."""
         ...
 
 
@@ -146,7 +146,7 @@ class ScaledSpace(DepthSpace):
 
 
 class PooledExits(ABC):
-    """Images whose exits are a global average and a linear layer."""
+    """Networks for images whose exits are a global average and a linear layer."""
 
     num_classes: int
     input_dtype: ClassVar[torch.dtype] = torch.float32
@@ -154,7 +154,7 @@ class PooledExits(ABC):
     @property
     @abstractmethod
     def block_channels(self) -> tuple[int, ...]:
-        """The channels that each block ends with."""
+        """Output channels of each block."""
 
     @property
     def num_exits(self) -> int:
@@ -220,7 +220,7 @@ class CnnDepthDesign(PooledExits):
 class ResnetDepthDesign(PooledExits, Resnet18Size):
     """ResNet-18 for small images with an exit after each of its four stages, as in DepthFL, Sec. 4.
 
-    The exits are linear layers on averaged channels; the authors' have attention and separable convolutions besides.
+    The exits are linear layers on averaged channels; the authors' also have attention and separable convolutions.
     """
 
     name: str = "resnet_depth"
@@ -236,17 +236,17 @@ class ResnetDepthDesign(PooledExits, Resnet18Size):
 
 
 SCALED_WIDTHS = (0.7, 0.7, 0.75, 1.0)
-"""Those of the authors' ResNet-110 with four exits."""
+"""The shares of the ScaleFL authors' ResNet-110 with four exits."""
 
 
 def _kept(norm: str, share: float, channels: int) -> int:
-    """So many of the channels; whole groups of group norms."""
+    """The number of channels that a share keeps; with group norms, in whole groups."""
     return in_eights(share * channels) if norm == "group" else channels_kept(share, channels)
 
 
 @dataclass(frozen=True)
 class CnnScaledDesign(CnnDepthDesign):
-    """The plain network; subnets of i blocks have the share `widths[i - 1]` of all channels."""
+    """The network of `CnnDepthDesign`; subnets of i blocks have the share `widths[i - 1]` of all channels."""
 
     name: str = "cnn_scaled"
     widths: tuple[float, ...] = SCALED_WIDTHS

@@ -49,7 +49,7 @@ class ElasticDesign(Protocol):
 
     @property
     def widths(self) -> Mapping[str, tuple[float, ...]]:
-        """The values of each width index by their names, which labels abbreviate: `{"expansions": (0.5, 1.0)}`."""
+        """Per kind of width the value of each width index: `{"expansions": (0.5, 1.0)}`; labels abbreviate kinds."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class ElasticNetwork(nn.Module):
         return y
 
     def features(self, x: Tensor) -> Tensor:
-        """What the stages make of a batch."""
+        """The last stage's output for a batch."""
         x = self.stem(x)
         for stage in self.stages:
             x = stage(x)
@@ -162,7 +162,7 @@ class ElasticSpace(SlicedSpace):
                 fields = [part.split("=") for part in re.split(r"\s+(?=[a-z])", match[2].strip())]
                 widths = {letter.strip(): [float(v) for v in values.split(",")] for letter, values in fields}
             except ValueError:
-                pass  # neither are they options, as is said below
+                pass  # not options either, which `super().parse` reports
             else:
                 if [*widths] == [name[0] for name in self.design.widths] and len(fields) == len(widths):
                     return self._of_depths(text, depths, widths)
@@ -193,7 +193,7 @@ class ElasticSpace(SlicedSpace):
         return self.of_contents(contents)
 
     def _nearest(self, text: str, name: str, values: list[float], blocks: int) -> list[float]:
-        """The design's own value of each block, of which a label has six digits."""
+        """The design's exact value for each block, since labels round to six digits."""
         if len(values) not in (1, blocks):
             raise ValueError(f"{text!r}: {len(values)} {name} for {blocks} kept blocks: give one, or one each")
         known, nearest = sorted(set(self.design.widths[name])), []
@@ -277,11 +277,11 @@ class ElasticSpace(SlicedSpace):
         return after
 
     def _channels_of(self, stage: int) -> list[tuple[dict[str, int], int]]:
-        """Per kind of width: the tensors of a stage's block that it narrows, in which dimension, and groups' sizes."""
+        """Per kind of width: the dimension that it narrows of each block tensor, and the group size of the norms."""
         kinds = self.design.widths
 
         def block(narrow: str | None) -> nn.Module:
-            """The block that is narrowest of this kind and widest of the others."""
+            """The block that is narrowest in this kind of width and widest in the others."""
             wanted = [min(values) if kind == narrow else max(values) for kind, values in kinds.items()]
             width = [*zip(*kinds.values(), strict=True)].index(tuple(wanted))
             return on_meta(partial(self.design.build_block, stage, 0, width))
@@ -312,7 +312,7 @@ class ElasticSpace(SlicedSpace):
 
     @cached_property
     def stage_inputs(self) -> list[Tensor]:
-        """The input of each stage for one sample, and the last one's output, on the meta device."""
+        """The input of each stage for one sample, and the last stage's output, on the meta device."""
         with torch.no_grad(), shapes_only():
             inputs = [on_meta(self.design.build_stem).eval()(samples_of(self))]
             for stage in range(len(self.options)):

@@ -102,15 +102,15 @@ class ElasticStage:
         return {content: option for option, content in enumerate(self.contents)}
 
     def widest(self, blocks: int) -> tuple[int, ...]:
-        """The width indices of so many blocks at their widest."""
+        """The width indices of this many blocks, all at their widest."""
         return (self.widths - 1,) * blocks
 
     def distinct(self, widths: int) -> int:
-        """The number of different contents if so many widths are different."""
+        """The number of distinct contents if only `widths` of the widths are distinct."""
         return sum(widths**blocks for blocks in range(self.fewest, self.most + 1))
 
     def options(self, genes: Ints) -> Ints:
-        """The options of rows of genes (n, 1 + most): the count of shallower ones plus a base-w number."""
+        """Options (n,) of genes (n, 1 + most): the number of shallower options plus the widths as a base-w number."""
         depth = genes[:, 0] + self.fewest
         shallower = np.array([sum(self.widths**k for k in range(self.fewest, d)) for d in range(self.most + 1)])
         places = depth[:, None] - 1 - np.arange(self.most)
@@ -123,7 +123,7 @@ class ElasticStage:
 class CoupledStage(ElasticStage):
     """A stage whose number of blocks decides the width of all of them (CompOFA, Sahni et al. 2021, Sec. 3.2).
 
-    `width_of` are the width indices of the numbers of blocks in ascending order; the genes of widths do nothing.
+    `width_of` holds the width index for each number of blocks, ascending; the genes of widths have no effect.
     """
 
     width_of: tuple[int, ...]
@@ -144,9 +144,9 @@ class CoupledStage(ElasticStage):
 
 
 def elastic_stage(fewest: int, most: int, *widths: int, coupled: bool) -> ElasticStage:
-    """A stage whose blocks have so many choices of each kind of width, the last kind varying fastest.
+    """A stage whose blocks have these numbers of choices, one per kind of width, the last kind varying fastest.
 
-    `coupled`, the narrowest go with the fewest blocks, the widest with the most, and the others as evenly as they can.
+    If `coupled`, the fewest blocks have the narrowest width, the most the widest, others as evenly between as possible.
     """
     if not coupled:
         return ElasticStage(fewest, most, math.prod(widths))
@@ -194,7 +194,7 @@ class ElasticGenome:
         return self.architectures(rng.integers(0, self._choices, size=(count, len(self._choices))))
 
     def draw_near_largest(self, fewer_blocks: int, widths: Sequence[int], rng: np.random.Generator) -> Ints:
-        """One architecture whose stages lack at most so many blocks, of these width indices; else as `draw`."""
+        """One random architecture: stages lack at most `fewer_blocks` blocks, with width indices from `widths`."""
         lows: list[int] = []
         highs: list[int] = []
         for stage in self.stages:
@@ -223,7 +223,7 @@ class ElasticGenome:
         return self.architectures(np.where(known == ABSENT, drawn, known))
 
     def neighbours(self, architecture: Sequence[int]) -> Ints:
-        """The subnets (n, decisions) that differ in one gene; a deeper stage's new blocks are the narrowest."""
+        """The subnets (n, decisions) that differ in at most one gene; a deeper stage's new blocks are the narrowest."""
         genes = np.maximum(self.genes(as_array([architecture])), 0)
         changes = [(gene, choice) for gene, most in enumerate(self._choices) for choice in range(most)]
         rows = np.repeat(genes, len(changes), axis=0)

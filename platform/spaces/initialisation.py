@@ -50,9 +50,9 @@ def blank(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def emptied(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """Moves a module from the meta device, with arbitrary values, as its `to_empty` does.
+    """Moves a module from the meta device, with arbitrary values, like its `to_empty`.
 
-    That one asks torch for a tensor like one of the meta device, and torch loads sympy to answer, for half a second.
+    `to_empty` calls `torch.empty_like` on meta tensors, for which torch loads sympy, which takes half a second.
     """
     module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))  # type: ignore[no-untyped-call]
     return module
@@ -65,7 +65,7 @@ def initialise(module: nn.Module, generator: torch.Generator) -> TensorsByName:
     Norms: ones and zeros. Linear and recurrent layers: PyTorch's uniform +-1/sqrt(fan). Embeddings: standard normal.
 
     Raises:
-        ValueError: a module with tensors of its own of a kind not listed here, or a tensor shared by two modules.
+        ValueError: a kind of module with tensors that is not listed here, or a tensor shared by two modules.
     """
     weights: TensorsByName = {}
     for prefix, part in module.named_modules():
@@ -106,7 +106,7 @@ def _fill(part: nn.Module, tensors: TensorsByName, generator: torch.Generator) -
 
 
 def fill_uniform(tensors: Mapping[str, Tensor], fan: int, generator: torch.Generator) -> None:
-    """Values uniform in +-1/sqrt(fan), drawn tensor after tensor."""
+    """Fills the tensors, one after the other, with values uniform in +-1/sqrt(fan)."""
     bound = 1 / math.sqrt(max(fan, 1))
     for tensor in tensors.values():
         tensor.uniform_(-bound, bound, generator=generator)

@@ -1,12 +1,12 @@
-"""Adapters of low rank (LoRA, Hu et al. 2022) whose ranks differ between clients: `space.lora.ranks=[4,8,16]`.
+"""Low-rank adapters (LoRA, Hu et al. 2022) whose ranks differ between clients: `space.lora.ranks=[4,8,16]`.
 
 The largest network of any space, a user's module included, becomes a constant base. A linear layer W0 x gets a pair of
 matrices, B (out, r) and A (r, in), and computes W0 x + s B A x. A network of rank r has the first r rows of A and the
-first r columns of B, so that ranks are slices of the largest pair as widths are of the widest network, and methods of
-widths, tiers, costs and exports take them as they are.
+first r columns of B. Ranks are thus slices of the largest pair, as widths are slices of the widest network, and methods
+for widths, tiers, costs and exports work with them unchanged.
 
-The factor s is alpha / (largest rank) for every client. With alpha / r of each client's own r the same rows and columns
-would mean something else at every rank: neither slices nor means would be of one network.
+The factor s is alpha / (largest rank) for every client. With alpha / r for each client's own r, the same rows and
+columns would mean something else at every rank, and their slices and averages would not belong to one network.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHOWN = 8
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter: W x + s B A x, with W the base's weight, and what was merged, if anything is."""
+    """A linear layer with an adapter: W x + s B A x, where W is the base's weight plus the merged sum, if any."""
 
     lora_A: Tensor  # noqa: N815  # as in peft
     lora_B: Tensor  # noqa: N815
@@ -57,9 +57,9 @@ class AdaptedLinear(nn.Linear):
 
 
 def add_adapter(layer: nn.Linear, rank: int, scale: float, *, merged: bool = False) -> None:
-    """Gives a linear layer an adapter of this rank, drawn from torch's generator: A as Kaiming's layers, B zero.
+    """Adds an adapter of this rank to a linear layer: A Kaiming-uniform from torch's generator, B zero.
 
-    The layer stays the same object, with the names of its tensors.
+    The layer is changed in place, and its tensors keep their names.
     """
     weight = layer.weight.detach()
     down = weight.new_empty(rank, layer.in_features)
@@ -69,7 +69,7 @@ def add_adapter(layer: nn.Linear, rank: int, scale: float, *, merged: bool = Fal
     layer.register_parameter(UP, nn.Parameter(weight.new_zeros(layer.out_features, rank)))
     layer.register_buffer(MERGED, torch.zeros_like(weight) if merged else None)
     layer.lora_scale = scale  # type: ignore[assignment]  # a plain number
-    # Torch's encoder layers are scored by a function that reads the weights of their layers, unless one has a hook.
+    # In evaluation, torch's encoder layers read their sublayers' weights directly, unless one has a hook.
     layer.register_forward_hook(_nothing)
 
 
@@ -85,7 +85,7 @@ def adapted_layers(module: nn.Module) -> dict[str, AdaptedLinear]:
 
 
 class LoraSpace(WithConstants, LeadingSpace):
-    """One decision: the rank of the adapters of a network of another space."""
+    """One decision: the rank of the adapters on another space's largest network."""
 
     def __init__(self, config: SpaceConfig, base: SearchSpace) -> None:
         """Raises ValueError for ranks that are not ascending."""
@@ -101,11 +101,11 @@ class LoraSpace(WithConstants, LeadingSpace):
 
     @property
     def input_shape(self) -> Any:  # type: ignore[override]  # shapes by name for several inputs
-        """The base's."""
+        """The input shape of the base."""
         return self.base.input_shape
 
     def fitted(self, config: Any, dataset: Any) -> tuple[SearchSpace, Any]:
-        """The space of the fitted base."""
+        """The adapters' space on the base fitted to the data set."""
         base, fitted = self.base.fitted(without_adapters(config), dataset)
         fitted = replace(fitted, lora=config.lora, weights=config.weights, weights_names=config.weights_names)
         return LoraSpace(fitted, base), fitted
@@ -144,7 +144,7 @@ class LoraSpace(WithConstants, LeadingSpace):
         return module
 
     def _of_rank(self, module: nn.Module, architecture: Architecture) -> nn.Module:
-        """The network of the largest rank, cut in place to another."""
+        """Cuts a network of the largest rank to the architecture's rank, in place."""
         self.validate(architecture)
         rank = self.ranks[architecture[0]]
         for layer in adapted_layers(module).values():
@@ -153,7 +153,7 @@ class LoraSpace(WithConstants, LeadingSpace):
         return module
 
     def _network(self, architecture: Architecture) -> nn.Module:
-        """The network with adapters of a rank; what is trained is NaN until weights are loaded."""
+        """The network with adapters of a rank; its trained tensors are NaN until weights are loaded."""
         return self._of_rank(self._copy(), architecture)
 
     def build_subnet(self, architecture: Architecture) -> nn.Module:
@@ -198,7 +198,7 @@ class LoraSpace(WithConstants, LeadingSpace):
     def rolled(self, weights: Weights, step: int) -> dict[str, Tensor]:
         """The weights after all ranks have moved `step` places to the front, the first ones to the end."""
         parts = dict(weights)
-        for up, down, _ in self.pairs if weights else ():  # none in a dry run
+        for up, down, _ in self.pairs if weights else ():  # empty in a dry run
             parts[up], parts[down] = weights[up].roll(-step, 1).contiguous(), weights[down].roll(-step, 0).contiguous()
         return parts
 
@@ -211,7 +211,7 @@ class LoraSpace(WithConstants, LeadingSpace):
     # -- costs ------------------------------------------------------------------------------------------------------
 
     def _table_of(self, measure: Measure) -> CostTable:
-        """The costs of the base with the smallest adapters, and what larger ones cost more."""
+        """The cost of the base with the smallest adapters, and the extra cost of larger ones."""
         modules = (self._of_rank(copy.deepcopy(self._template), (i,)) for i in range(self.options[0]))
         costs = [self._measured(measure, module) for module in modules]
         first = costs[0]
@@ -220,7 +220,7 @@ class LoraSpace(WithConstants, LeadingSpace):
 
 
 def without_adapters(config: SpaceConfig) -> SpaceConfig:
-    """The configuration of the base; the adapters' space loads stored weights into it."""
+    """The configuration of the base, without stored weights: the adapters' space loads them into it."""
     return replace(config, lora=LoraConfig(), weights=None, weights_names=None)
 
 

@@ -1,7 +1,7 @@
 """The modular ResNet-18 of FedMN (Wang et al. 2022): each residual block has several branches to choose from.
 
-A decision is a block, an option one of its branches, each with its own weights. A block without branches is its
-shortcut. Stem, shortcuts and head are fixed.
+A decision is a block, an option one of its branches, each with its own weights. A block without active branches
+is just its shortcut. Stem, shortcuts and head are fixed.
 """
 
 import re
@@ -60,8 +60,8 @@ class ModularBlock(nn.Module):
 class ModularNetwork(nn.Module):
     """Stem, eight blocks, global average, classifier: `forward(x_NCHW, subspace)` returns logits (N, classes).
 
-    `subspace` (or an architecture) says which branches are used, by default all of the network. `mix` (blocks,
-    branches) are weights of the branches, by default 1. The active branches are an argument, not state of the module.
+    `subspace` (or an architecture) selects the branches, by default all that the network holds. `mix` (blocks,
+    branches) are their weights, by default 1. The active branches are an argument, not state of the module.
     """
 
     def __init__(self, design: ModularDesign, subspace: Subspace) -> None:

@@ -1,9 +1,9 @@
-"""Any network as it is: `space.name=module space.build=my_net:build`.
+"""A space with a user's network, unchanged: `space.name=module space.build=my_net:build`.
 
-`build(input_shape, num_classes)`, or `build()`, gives any `nn.Module`; its keyword-only parameters are `space.options`.
-Training starts from its own weights. What needs a gradient is trained and sent, and so are buffers; everything else,
-such as a frozen body, is a constant: every process has it from its own call of `build`, holds it once, and never sends
-it.
+`build(input_shape, num_classes)` or `build()` returns any `nn.Module`; `space.options` sets its keyword-only
+parameters. Training starts from the module's own weights. Parameters that require a gradient are trained and sent, and
+buffers are sent too. All other tensors, such as a frozen backbone, are constants: every process gets them from its own
+call of `build`, holds them once, and never sends them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.trees import Tree
+from fedloom.platform.data.trees import Tree, mapped
 from fedloom.platform.plugins import NOT_CAUGHT, PluginError, an, blaming, imported, in_one_line, nearest, place_of
 from fedloom.platform.spaces.base import FixedSpace, Measure, SearchSpace, once, travelling
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, bytes_of
@@ -35,48 +35,48 @@ from fedloom.platform.words import said
 from fedloom.tiers.costs import CostTable
 
 CONSTANTS_SEED = 0
-"""Constants are those of a network that is built with torch's generator at this seed, the same in all runs."""
+"""The seed of torch's generator for the network that provides the constants, the same in all runs."""
 
 
 @dataclass
 class FittedConfig(SpaceConfig):
-    """The configuration of a network of several inputs, whose shapes the data set tells."""
+    """The configuration of a network with several inputs, whose shapes come from the data set."""
 
     input_shapes: Mapping[str, tuple[int, ...]] | None = None
 
 
 class WithConstants(SearchSpace):
-    """A space of networks with tensors that neither train nor travel; all of a process's networks share their memory.
+    """A space of networks with constants: tensors never trained or sent, which all networks of a process share.
 
-    Trained are the parameters that need a gradient; they travel, and so do buffers.
+    Parameters that require a gradient are trained and sent; buffers are sent too.
     """
 
-    stacks = False  # what a `forward` does with a batch of clients, nobody can tell
+    stacks = False  # a user's `forward` may not work on a batch of clients
     config: SpaceConfig
-    batch: Tree | None = None
-    """A batch on whose first sample costs are measured; zeros of the input shape until the data are known."""
+    sample: Tree | None = None
+    """A batch of the sample on which costs are measured; None (zeros of the input shape) until the data are known."""
 
     @abstractmethod
     def largest_network(self, seed: int) -> nn.Module: ...
 
     def _blame(self) -> str:
-        """The network and where it is built, as messages name it."""
+        """The network and the place where it is built, for messages."""
         path = self.config.build
         return f"network {path!r}{place_of(imported('network', path))}" if path else f"the network of space {self.name}"
 
     @cached_property
     def _template(self) -> nn.Module:
-        """The network with its constants; nobody trains it."""
-        with torch.device("cpu"):  # even if a module without values asks first
+        """The network with its constants, from which copies are made; it is never trained itself."""
+        with torch.device("cpu"):  # even if the first call is made while building on the meta device
             return self.largest_network(CONSTANTS_SEED)
 
     @property
     def slices_tensors(self) -> bool:
-        """Its own modules score it: a further one, as a supernet, would hold the constants twice."""
+        """True, so that stand-alone modules score it: a supernet would hold the constants a second time."""
         return True
 
     def _copy(self) -> nn.Module:
-        """A copy of the template on the default device, with the process's constants there, and NaN for the rest."""
+        """A copy of the template on the default device that shares the process's constants; all else is NaN."""
         device = torch.get_default_device()
         held = once(self, f"constants on {device}", lambda _: self._constants_on(device))
         module = copy.deepcopy(self._template, dict(held)).to(device)
@@ -91,13 +91,14 @@ class WithConstants(SearchSpace):
         return {id(t): nn.Parameter(t.detach().to(device), requires_grad=False) for t in constants}
 
     def tried(self, x: Tree, y: Tree) -> Any:
-        """Its outputs for a batch of the data, with gradients.
+        """The network's outputs for a batch of the data, with gradients.
 
-        Raises PluginError, with the line of the user's code, for a network that fails (naming the layer and what it
-        gets), has nothing to train, or gives logits (B, classes) or (B, classes, T) of another number of classes than
-        labels (B,) or (B, T) have.
+        Raises PluginError, with the line of the user's code, for a network that fails (naming the layer and its
+        inputs), has nothing to train, or returns logits that are not (B, classes) for labels (B,), or (B, classes, T)
+        for labels (B, T).
         """
-        self.batch, module = x, self.build_subnet(tuple(count - 1 for count in self.options))
+        self.sample = mapped(lambda tensor: tensor[:1], x)
+        module = self.build_subnet(tuple(count - 1 for count in self.options))
         module.load_state_dict(self.initial_weights(torch.Generator().manual_seed(0)), strict=False)
         if not self.parameter_names:
             raise PluginError(f"{self._blame()} has no parameter that needs a gradient: there is nothing to train")
@@ -142,7 +143,7 @@ class WithConstants(SearchSpace):
         return digest.hexdigest() if constants else ""
 
     def initial_weights(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """The tensors that are sent, of a network that is built with this generator's seed."""
+        """The exchanged tensors of a network that is built with this generator's seed."""
         with torch.device("cpu"):
             module = self.largest_network(generator.initial_seed() % 2**63)
         return {name: tensor.detach().clone() for name, tensor in travelling(module).items()}
@@ -150,16 +151,16 @@ class WithConstants(SearchSpace):
     # -- costs ------------------------------------------------------------------------------------------------------
 
     def _measured(self, measure: Measure, module: nn.Module) -> float:
-        """The cost of a network as it is; bytes are those of the tensors that are sent."""
+        """The cost of a whole network; bytes count only the exchanged tensors."""
         if measure.name == "bytes":
             return float(bytes_of(travelling(module)))
         module = copy.deepcopy(module).eval()
         module.register_forward_pre_hook(_by_name, with_kwargs=True)
-        return float(measure.of(module, self._batch()))
+        return float(measure.of(module, self._sample()))
 
-    def _batch(self) -> Any:
-        if self.batch is not None:
-            return self.batch
+    def _sample(self) -> Any:
+        if self.sample is not None:
+            return self.sample
         shapes: Any = self.input_shape
         if isinstance(shapes, Mapping):
             return {name: torch.zeros((1, *shape)) for name, shape in shapes.items()}
@@ -167,14 +168,14 @@ class WithConstants(SearchSpace):
 
 
 class ModuleSpace(WithConstants, FixedSpace):
-    """A user's network as a space of one architecture, `(0,)`, called as `forward(x)`, or `forward(**x)` by names."""
+    """A user's network as a space of one architecture, `(0,)`: `forward(x)`, or `forward(**x)` for named inputs."""
 
     def __init__(self, config: SpaceConfig) -> None:
         self.config, self.name, self.options = config, config.name, (1,)
 
     @property
     def input_shape(self) -> Any:  # type: ignore[override]  # shapes by name for several inputs
-        """The shape of one sample; ValueError if neither the configuration nor the data has told it."""
+        """The shape of one sample; ValueError if neither the configuration nor the data set gives it."""
         if isinstance(self.config, FittedConfig) and self.config.input_shapes:
             return dict(self.config.input_shapes)
         if self.config.input_shape is None:
@@ -182,7 +183,7 @@ class ModuleSpace(WithConstants, FixedSpace):
         return tuple(self.config.input_shape)
 
     def fitted(self, config: SpaceConfig, dataset: Dataset) -> tuple[ModuleSpace, SpaceConfig]:
-        """The space with the shapes and classes of a data set, where the configuration leaves them open."""
+        """The space with a data set's number of classes, and its shapes where the configuration leaves them open."""
         shapes = dataset.input_shape
         if isinstance(shapes, Mapping):
             config = FittedConfig(**vars(config), input_shapes=shapes)
@@ -192,16 +193,16 @@ class ModuleSpace(WithConstants, FixedSpace):
         return ModuleSpace(config), config
 
     def largest_network(self, seed: int) -> nn.Module:
-        """What the user's function gives with torch's generator at this seed.
+        """The module that the user's function returns with torch's generator at this seed.
 
-        Raises PluginError if it gives no module, or one whose lazy layers have no shapes yet.
+        Raises PluginError if it returns no module, or one whose lazy layers have no shapes yet.
         """
         path = self.config.build or ""
         with torch.random.fork_rng(devices=[]), blaming("network", path):
             build = imported("network", path)
             if isinstance(build, nn.Module):
                 raise PluginError(f"network {path!r} is {an(type(build).__name__)}: name a function that builds it")
-            # Set after the import, which may draw numbers, but only in the first of several calls.
+            # Set after the import, which may draw random numbers, but only in the first call.
             torch.default_generator.manual_seed(seed)
             arguments = (self.input_shape, self.config.num_classes) if _takes_arguments(build) else ()
             made = build(*arguments, **self.config.options)
@@ -228,7 +229,7 @@ class ModuleSpace(WithConstants, FixedSpace):
         return self.initial_weights(generator)
 
     def slices(self, architecture: Architecture) -> SliceMap:
-        """All tensors that are sent, as wholes."""
+        """All exchanged tensors, each as a whole."""
         self.validate(architecture)
         return {name: Slice(name) for name in travelling(self._template)}
 
@@ -237,11 +238,11 @@ class ModuleSpace(WithConstants, FixedSpace):
 
 
 def load_stored(module: nn.Module, file: Path, names: Mapping[str, str]) -> None:
-    """Copies a file's tensors into a network; of `names`, the longest that a tensor's name begins with is replaced.
+    """Copies a file's tensors into a network; `names` maps prefixes of their names, of which the longest match counts.
 
-    The file is safetensors, or the JSON index of several, as Hugging Face writes them. Tensors of the network that it
-    does not hold keep their values. Raises ValueError for a file that cannot be read, and for a tensor that the network
-    does not have, or has in another shape.
+    The file is safetensors, or the JSON index of several, as Hugging Face writes them. Tensors of the network that are
+    not in the file keep their values. Raises ValueError for a file that cannot be read, and for a tensor that the
+    network lacks or has with another shape.
     """
     try:
         if file.suffix == ".json":
@@ -267,12 +268,12 @@ def load_stored(module: nn.Module, file: Path, names: Mapping[str, str]) -> None
 
 
 def _constants(module: nn.Module) -> dict[str, Tensor]:
-    """What neither trains nor travels: parameters without a gradient."""
+    """The constants, which are neither trained nor sent: parameters that require no gradient."""
     return {name: p for name, p in module.named_parameters() if not p.requires_grad}
 
 
 def _followed(module: nn.Module) -> list[str]:
-    """What a forward pass is in at the moment, outermost first: ` in its layer NAME, TYPE(...), which gets SHAPES`."""
+    """The layers that a forward pass is inside, outermost first: ` in its layer NAME, TYPE(...), which gets SHAPES`."""
     entered = [""]  # the network itself: its line of code says more
 
     def enter(name: str, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -291,7 +292,7 @@ def _followed(module: nn.Module) -> list[str]:
 
 
 def _by_name(_module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments of the user's `forward` for a batch, or for a batch and an architecture."""
+    """Maps a batch, or a batch and an architecture, to the arguments of the user's `forward`."""
     x = inputs[0] if inputs else {}
     return ((), {**x, **options}) if isinstance(x, Mapping) else ((x,), options)
 

@@ -33,14 +33,14 @@ class SpaceSizes:
 
 
 class NamedOperatorSpace(SearchSpace, ABC):
-    """Base class of such spaces.
+    """Base class of spaces whose decisions choose among named operators.
 
     Subclasses name the kind of decision, build a network of given operators, map tensors to operators, and measure the
     operators' costs.
     """
 
     _tensor_of_operator: re.Pattern[str]
-    """Matches the names of operators' tensors; its groups are what `_owner` takes."""
+    """Matches the names of operators' tensors; its groups are the numbers passed to `_owner`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
 
     @abstractmethod
     def _network(self, subspace: Subspace) -> nn.Module:
-        """The network of these operators."""
+        """The network with the operators of a subspace."""
 
     def _subnet(self, architecture: Architecture) -> nn.Module:
         """The network of one architecture, `forward(x)`."""
@@ -175,7 +175,7 @@ def _path(architecture: Architecture) -> Subspace:
 
 
 def operator_held(operators: nn.ModuleDict, option: int, where: str, names: Sequence[str] = ()) -> nn.Module:
-    """The operator of this option in a module that holds some of them; ValueError if it is none of these."""
+    """The operator with this option index among the held ones; ValueError if it is not held."""
     if str(option) in operators:
         return operators[str(option)]
 
@@ -194,12 +194,12 @@ def outputs_of(
     where: str,
     names: Sequence[str] = (),
 ) -> list[Tensor]:
-    """What `through` gives for each of these operators, times its entry of `mix` (one per option) if that is given."""
+    """The output of `through` for each of these operators, times its entry of `mix` (one per option) if given."""
     outputs = [through(operator_held(operators, option, where, names)) for option in options]
     return outputs if mix is None else [y * mix[option] for option, y in zip(options, outputs, strict=True)]
 
 
-# -- one operator per layer: a fixed skeleton with searchable layers, of which a path chooses (FedorAS) ---------------
+# -- one operator per layer: a path through a fixed skeleton with searchable layers (FedorAS) -------------------------
 # Tensors are named `fixed.*` and `layers.<layer>.ops.<operator>.*`.
 
 
@@ -225,9 +225,9 @@ class SearchableLayer(nn.Module):
 
 
 class Beginnings:
-    """What the layers of the last path gave for a batch: the next path computes only what comes after their beginning.
+    """Caches the last path's layer outputs for a batch, so that the next path reuses those of their common prefix.
 
-    A beginning is computed again if something has changed its tensor in place meanwhile.
+    An output is computed again if its tensor was changed in place meanwhile.
     """
 
     def __init__(self) -> None:
@@ -235,14 +235,14 @@ class Beginnings:
         self._outputs: list[tuple[Tensor, int]] = []
 
     def begin(self, architecture: Architecture) -> None:
-        """Forgets what another path than this one has computed."""
+        """Starts a path: forgets the outputs beyond its common prefix with the last one."""
         pairs = zip(self._path, architecture, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._path = architecture
         del self._outputs[same:]
 
     def layer(self, position: int, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The output of the path's layer at this place."""
+        """The output of the path's layer at this position, computed only if it is not cached."""
         if position < len(self._outputs):
             y, version = self._outputs[position]
             if y._version == version:
@@ -266,7 +266,7 @@ class PathNetwork(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, architecture: Architecture, known: Beginnings | None = None) -> Tensor:
-        """Paths that are called one after the other with the same batch and `known` share what they begin with."""
+        """Successive paths with the same batch and `known` compute a common prefix only once."""
         pairs = zip(self.layers, architecture, strict=True)
         layers: list[Callable[[Tensor], Tensor]] = [partial(layer, option=option) for layer, option in pairs]
         if known is not None:
@@ -276,7 +276,7 @@ class PathNetwork(nn.Module):
         return y
 
     def beginnings(self) -> Beginnings:
-        """To be given to `forward` with every path that computes the same batch."""
+        """A cache to pass to `forward` with every path on the same batch."""
         return Beginnings()
 
 
@@ -357,7 +357,7 @@ class OperatorChoiceSpace(NamedOperatorSpace):
 
     @cached_property
     def keeps_statistics(self) -> bool:
-        """Whether it has batch norms: what reaches them depends on the path, so that averages over paths fit none."""
+        """Whether it has batch norms: their inputs depend on the path, so that statistics over all paths fit none."""
         return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self._meta_supernet.modules())
 
     def _network(self, subspace: Subspace) -> nn.Module:
@@ -413,15 +413,15 @@ class Part:
 
 
 def cost_of_parts(measure: Measure) -> Callable[[Part], float]:
-    """The cost of parts by one measure; equal parts are measured once."""
+    """A function from a part to its cost by one measure; equal parts are measured once."""
     return cache(lambda part: measure.cost(part.build, torch.zeros(part.input_shape, device="meta")))
 
 
 class SummedOperatorSpace(NamedOperatorSpace):
     """A space whose networks are called as `forward(x, subspace=None, mix=None)`.
 
-    `subspace` (or an architecture) says which operators, by default all of the network; `mix` (decisions, options) are
-    weights of the operators, by default 1. Subclasses define the modules of each operator.
+    `subspace` (or an architecture) selects the operators, by default all that the network holds; `mix` (decisions,
+    options) are their weights, by default 1. Subclasses define the modules of each operator.
     """
 
     sums_options = True
@@ -429,7 +429,7 @@ class SummedOperatorSpace(NamedOperatorSpace):
 
     @abstractmethod
     def _parts(self, decision: int, option: int) -> Sequence[Part]:
-        """The modules of an operator anywhere in the network."""
+        """All modules of an operator in the network."""
 
     def figures(self) -> Mapping[str, Any]:
         """The figures of named operators, and the cost of the whole supernet with all options."""

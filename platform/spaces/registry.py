@@ -1,4 +1,4 @@
-"""The registry of search spaces by name, and tests of a user's own before a run starts."""
+"""The registry of search spaces by name, and trials of a user's own space before a run starts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +19,8 @@ SAMPLES = 2
 def try_space(space: SearchSpace, config: SpaceConfig) -> None:
     """Raises PluginError for an object that is no space, and for networks that do not return one logit per class.
 
-    The smallest and the largest subnet are built, get their slices of initial supernet weights, and run on zeros, as
-    does the supernet. The costs of every option are counted, for which each is built.
+    The smallest and the largest subnet are built, loaded with slices of initial supernet weights, and run on zeros, as
+    is the supernet. The MACs of every option are counted, which builds each option.
     """
     with blaming("space", config.name):
         missing = lacking(space, SearchSpace)
@@ -43,7 +43,7 @@ def try_space(space: SearchSpace, config: SpaceConfig) -> None:
 
 
 def try_exits(space: HasExits, config: SpaceConfig) -> None:
-    """Raises PluginError for subnets that do not give every exit's logits, and return their mean or the last."""
+    """Raises PluginError unless subnets append every exit's logits and return their mean or the last exit's."""
     with blaming("space", config.name):
         weights = space.initial_weights(torch.Generator().manual_seed(0))
         x = torch.zeros((SAMPLES, *space.input_shape), dtype=space.input_dtype)
@@ -114,20 +114,20 @@ SPACES: Registry[SpaceBuilder] = Registry(
 
 
 class _Networks(Registry[Any]):
-    """What gives networks; options are its keyword-only parameters, and it need not take the arguments."""
+    """Functions that build networks, with or without the positional arguments; options are keyword-only."""
 
     def check_callable(self, name: str, code: Any) -> None:
-        """Raises PluginError for what cannot be called; whether the call works is seen on a batch."""
+        """Raises PluginError for an object that is not callable; the call itself is tried later, on a batch."""
         if not callable(code):
             raise PluginError(f"{self.kind} {name!r} is {an(type(code).__name__)}, not {self.form}")
 
 
 NETWORKS: Registry[Any] = _Networks("network", {}, ("input_shape", "num_classes"))
-"""What `space.build` names."""
+"""The functions that `space.build` names."""
 
 
 def build_space(config: SpaceConfig) -> SearchSpace:
-    """Builds the configured search space, and tries a user's own.
+    """Builds the configured search space, and tries it out if it is a user's own.
 
     Raises:
         ValueError: an unknown name (lists the known ones), or a value that the space does not allow.
@@ -140,9 +140,9 @@ def build_space(config: SpaceConfig) -> SearchSpace:
 
 
 def untried_space(config: SpaceConfig) -> SearchSpace:
-    """As `build_space`, without a trial."""
+    """Like `build_space`, but without the trial."""
     if config.lora != LoraConfig():
-        from fedloom.platform.spaces.lora import LoraSpace, without_adapters  # what few runs need
+        from fedloom.platform.spaces.lora import LoraSpace, without_adapters  # few runs need it
 
         return LoraSpace(config, untried_space(without_adapters(config)))
     chosen: list[tuple[Registry[Any], str]] = [(SPACES, config.name)]

@@ -45,10 +45,10 @@ class ResnetDesign:
     `depths` is the largest number of extra blocks per stage, which has 1 to 1 + that many blocks. `expansions` scale a
     block's inner channels; `width_multiplier` scales the stem and all stages. `norm` is none, batch or group.
 
-    `initialisation` of the convolutions is torch (uniform +-1/sqrt(fan-in)) or he (normal, fan-out), by default torch
-    without norms: they cannot undo He's scale, with which the largest subnet starts at a loss of 5 and a gradient norm
-    of 200 instead of 2.30 and .3. `bias` adds biases to the convolutions. `coupled`, the depth of a stage decides the
-    width of its blocks (CompOFA).
+    `initialisation` of the convolutions is torch (uniform +-1/sqrt(fan-in)) or he (normal, fan-out). The default is he
+    with norms and torch without: no norm then undoes He's scale, with which the largest subnet starts at a loss of 5
+    and a gradient norm of 200 instead of 2.30 and .3. `bias` adds biases to the convolutions. If `coupled`, the depth
+    of a stage decides the width of its blocks (CompOFA).
 
     Source: SuperFed, Sec. 4.1; OFA's search space; the authors' code (identity norms, no biases, torch's defaults).
     """
@@ -118,7 +118,7 @@ class ResnetDesign:
 
     @property
     def layers(self) -> "Layers":
-        """The kind of all convolutions and norms."""
+        """The settings of all convolutions and norms."""
         as_norm = "torch" if self.norm == "none" else "he"
         return Layers(self.norm, self.bias, self.initialisation or as_norm)
 
@@ -220,7 +220,8 @@ class BlockPlan:
 class Resnet18Size:
     """The size of a ResNet-18 or ResNet-34 for small images: stages of 1, 2, 4 and 8 times `stem_channels`.
 
-    `input_shape` is (C, H, W); `norm` is none, batch or group (groups of eight channels); `blocks` are those per stage.
+    `input_shape` is (C, H, W); `norm` is none, batch or group (groups of eight channels); `blocks` is the number of
+    blocks per stage.
 
     Raises:
         ValueError: a size that cannot be built.

@@ -1,4 +1,4 @@
-"""FedorAS' recurrent search space: two layers, each with a skip connection, of which all four choose an operator."""
+"""FedorAS' recurrent search space: two layers and their skip connections, each with a choice of operators."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fedloom.platform.spaces.initialisation import fill_uniform
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 from fedloom.platform.spaces.space_config import spaces_of
 
-# -- recurrences over time whose gradients are written out: a third of the time of torch's own on a processor ---------
-# Every step of a recurrence is a few operators on small tensors, whose cost is that of calling them. Here everything
-# that does not depend on the step before is computed for all steps at once, in both directions. Tensors are (T, N,
-# ...): a step's values lie side by side. `ligru_steps` and `mixed` are the same in plain operators, for devices and
-# exports that do not take these.
+# -- recurrences with hand-written gradients, which take a third of the time of torch's on a CPU ----------------------
+# Every step of a recurrence is a few operators on small tensors, whose cost is mostly call overhead. Everything that
+# does not depend on the previous step is therefore computed for all steps at once, in the forward and the backward
+# pass. Tensors are (T, N, ...), so that a step's values are contiguous. `ligru_steps` and `mixed` compute the same with
+# plain operators, for devices and exports that do not support these functions.
 
 
 def ligru_steps(inputs: Tensor, hidden: Tensor) -> Tensor:
-    """What `LiGruSteps` computes, step by step."""
+    """The same as `LiGruSteps`, in plain operators."""
     state, states = inputs.new_zeros((inputs.shape[1], hidden.shape[1])), []
     for gates in inputs.unbind(0):
         update, new = torch.addmm(gates, state, hidden.t()).chunk(2, dim=1)
@@ -35,7 +35,7 @@ def ligru_steps(inputs: Tensor, hidden: Tensor) -> Tensor:
 
 
 def mixed(new: Tensor, forget: Tensor) -> Tensor:
-    """What `Mixing` computes, step by step."""
+    """The same as `Mixing`, in plain operators."""
     state, states = torch.zeros_like(new[0]), []
     for value, share in zip(new.unbind(0), forget.unbind(0), strict=True):
         state = torch.lerp(value, state, share)
@@ -44,15 +44,15 @@ def mixed(new: Tensor, forget: Tensor) -> Tensor:
 
 
 def _back_through_time(gradient: Tensor, factors: Tensor, kept_share: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the states and of the gates that the states before them feed.
+    """Backpropagates through time: the gradients of the states, and of the gates' inputs from the previous state.
 
     Args:
         gradient: of all states (T, N, H), from outside the recurrence.
-        factors: of every gate by its state (T, N, G, H).
-        kept_share: the share of the state before that a step keeps (T, N, H).
-        hidden: the gates' weights for the state before (G H, H).
+        factors: the derivative of each step's state by these inputs of its gates (T, N, G, H).
+        kept_share: the share of the previous state that a step keeps (T, N, H).
+        hidden: the gates' weights for the previous state (G H, H).
 
-    Returns the states' whole gradients (T, N, H) and the gates' (T, N, G H).
+    Returns the states' total gradients (T, N, H) and the gates' (T, N, G H).
     """
     steps, samples, gates, units = factors.shape
     states, of_gates = torch.empty_like(kept_share), torch.empty_like(factors)
@@ -68,8 +68,8 @@ def _back_through_time(gradient: Tensor, factors: Tensor, kept_share: Tensor, hi
 class GruSteps(torch.autograd.Function):
     """h_t = (1 - z) n + z h_{t-1}, n = tanh(x_n + r u_n), as in torch's GRU (gates in the order r, z, n).
 
-    `apply(inputs, hidden, bias)`: the inputs' part of all gates (T, N, 3 H), the weights for the state before
-    (3 H, H) and their bias (3 H,), which gives u. Returns all states (T, N, H); the first follows zeros.
+    `apply(inputs, hidden, bias)`: the inputs' part of all gates (T, N, 3 H), the weights for the previous state
+    (3 H, H) and their bias (3 H,), which give u. Returns all states (T, N, H), starting from a state of zeros.
     """
 
     @staticmethod
@@ -105,8 +105,8 @@ class GruSteps(torch.autograd.Function):
 class LiGruSteps(torch.autograd.Function):
     """h_t = (1 - z) c + z h_{t-1}, c = tanh (gates in the order z, c): a light GRU (Ravanelli et al. 2018).
 
-    `apply(inputs, hidden)`: the inputs' part of both gates (T, N, 2 H), and the weights for the state before (2 H, H).
-    Returns all states (T, N, H); the first follows zeros.
+    `apply(inputs, hidden)`: the inputs' part of both gates (T, N, 2 H), and the weights for the previous state
+    (2 H, H). Returns all states (T, N, H), starting from a state of zeros.
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class LiGruSteps(torch.autograd.Function):
 class Mixing(torch.autograd.Function):
     """c_t = f_t c_{t-1} + (1 - f_t) z_t: a quasi-recurrent network's pooling (Bradbury et al. 2017, Eq. 3).
 
-    `apply(new, forget)`: z and f (T, N, H). Returns all c; the first follows zeros.
+    `apply(new, forget)`: z and f (T, N, H). Returns all c, starting from zeros.
     """
 
     @staticmethod
@@ -159,12 +159,12 @@ class Mixing(torch.autograd.Function):
         return whole * (1 - forget), whole * (states[:-1] - new)
 
 
-# -- operators: (N, T, inputs) -> (N, T, units), none of which looks ahead --------------------------------------------
+# -- operators: (N, T, inputs) -> (N, T, units), all causal -----------------------------------------------------------
 # `lstm`, `gru`, `ligru`, `qrnn`, `linear`, `conv(k)`, `identity`, `zero`; without normalisation (FedorAS, App. E.3).
 
 
 class _Gated(nn.Module):
-    """Weights and biases of several gates side by side, for the inputs and for the state before, as torch's."""
+    """Stacked weights and biases of several gates, for the inputs and for the previous state, as in torch."""
 
     gates: ClassVar[int]
     biased: ClassVar[bool] = True
@@ -186,13 +186,13 @@ class _Gated(nn.Module):
         return F.linear(x, self.weight_input, self.bias_input)
 
     def _as_torch(self, x: Tensor) -> tuple[Tensor, list[Any]]:
-        """Zeros to start from, and the weights, as torch's functions take them."""
+        """A zero initial state and the weights, as torch's functions take them."""
         weights = [self.weight_input, self.weight_hidden, self.bias_input, self.bias_hidden]
         return x.new_zeros((1, x.shape[0], self.units)), weights
 
 
 class Lstm(_Gated):
-    """Torch's LSTM of one layer, gates in the order i, f, g, o; on processors oneDNN's."""
+    """Torch's LSTM of one layer, gates in the order i, f, g, o; on CPUs oneDNN's."""
 
     gates = 4
 
@@ -206,7 +206,7 @@ class Lstm(_Gated):
 
 
 class Gru(_Gated):
-    """Torch's GRU of one layer, gates in the order r, z, n; on processors with steps of our own."""
+    """Torch's GRU of one layer, gates in the order r, z, n; on CPUs computed by `GruSteps`."""
 
     gates = 3
 
@@ -246,21 +246,21 @@ class QuasiRnn(_Gated):
 
 
 def _on_processor(x: Tensor) -> bool:
-    """Whether gradients of our own are of use: not where a graph is exported or only shapes are wanted."""
+    """Whether to use the hand-written gradients: on a CPU, unless a graph is exported; not on the meta device."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _in_float32(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """One of cuDNN's recurrent layers: whatever type autocast is given, it makes float16 of them.
+    """Runs a recurrent layer in float32: autocast would run cuDNN's in float16, whatever dtype it is set to.
 
-    Without a scaled loss their gradients would underflow. Source: ATen/cudnn/AutocastRNN.cpp.
+    Without loss scaling, gradients in float16 would underflow. Source: ATen/cudnn/AutocastRNN.cpp.
     """
     with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
         return layer(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
 
 
 def _over_time(steps: Callable[..., Any], *tensors: Any, over: int = 1) -> Tensor:
-    """A recurrence, in float32 where the network is in half precision; the first `over` tensors are (N, T, ...)."""
+    """Runs a recurrence, in float32 if tensors have half precision; the first `over` tensors are (N, T, ...)."""
     device = "cuda" if tensors[0].is_cuda else "cpu"
     with torch.autocast(device, enabled=False):
         transposed = [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors]
@@ -270,20 +270,20 @@ def _over_time(steps: Callable[..., Any], *tensors: Any, over: int = 1) -> Tenso
 
 
 class SigmoidLinear(nn.Linear):
-    """A linear layer of every position, and a sigmoid."""
+    """A linear layer on every position, then a sigmoid."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sigmoid()
 
 
 class CausalConvolution(nn.Conv1d):
-    """A convolution over a position and those before it, and a sigmoid."""
+    """A convolution over a position and those before it, then a sigmoid."""
 
     def __init__(self, kernel: int, inputs: int, units: int) -> None:
         super().__init__(inputs, units, kernel)
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
-        """Uniform in +-1/sqrt(fan-in), as torch's; no rectifier follows."""
+        """Uniform in +-1/sqrt(fan-in), as in torch, because no ReLU follows."""
         fill_uniform(tensors_by_name, self.in_channels * self.kernel_size[0], generator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ class CausalConvolution(nn.Conv1d):
 
 
 class Zero(nn.Module):
-    """Zeros: a skip connection that is not there."""
+    """Returns zeros: no skip connection."""
 
     def __init__(self, inputs: int, units: int) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ _NAMED: Mapping[str, Build] = {
 
 
 def build_of(operator: str) -> Build:
-    """What makes the operator of this name; ValueError for any other than the known ones."""
+    """The function that builds the operator of this name; ValueError for an unknown name."""
     match = re.fullmatch(r"conv\((\d+)\)", operator)
     if match is not None and 1 <= int(match[1]) <= 1000:
         return partial(CausalConvolution, int(match[1]))
@@ -332,7 +332,7 @@ def build_of(operator: str) -> Build:
 OPERATORS = ("lstm", "gru", "ligru", "qrnn", "linear", "conv(5)", "identity", "zero")
 """In the order of their option indices."""
 LAYERS = (("op1", ("identity", "zero")), ("skip1", ("identity",)), ("op2", ("zero",)), ("skip2", ()))
-"""The searchable layers, and the operators that each cannot have: the first two change the number of channels."""
+"""The searchable layers and the operators excluded from each; the first two change the number of channels."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ class RnnDesign:
             raise ValueError(f"space.operators={list(self.operators)}: add one that changes the number of channels")
 
     def allowed(self, excluded: Sequence[str]) -> list[str]:
-        """The operators but for these."""
+        """The operators without the excluded ones."""
         return [name for name in self.operators if name not in excluded]
 
 

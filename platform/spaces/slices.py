@@ -48,7 +48,7 @@ class Slice:
         return tensor if self.region is None else part_of(tensor, self.region)
 
     def region_of(self, tensor: Tensor) -> Region:
-        """The region, which is all of a tensor where none is named."""
+        """The region of the supernet tensor: all of it if `region` is None."""
         return whole_region(tensor) if self.region is None else self.region
 
 
@@ -63,14 +63,14 @@ def part_of(tensor: Tensor, region: Region) -> Tensor:
 
 
 def part_in(tensor: Tensor, box: Region, region: Region) -> Tensor:
-    """A view of a region of a tensor that is stored on the box."""
+    """A view of a region, from a tensor that holds only the region `box` of the full tensor."""
     if region == box:
         return tensor
     return tensor[tuple(slice(r[0] - b[0], r[1] - b[0]) for b, r in zip(box, region, strict=True))]
 
 
 def inside(cell: Region, region: Region) -> bool:
-    """Whether a region holds a cell as a whole."""
+    """Whether a region contains a whole cell."""
     return all(r[0] <= c[0] and c[1] <= r[1] for c, r in zip(cell, region, strict=True))
 
 
@@ -79,7 +79,7 @@ SliceMap = Mapping[str, Slice]
 
 
 def cells(regions: Iterable[Region]) -> Iterator[Region]:
-    """Cuts the regions' bounding box so that every region holds a cell as a whole or not at all."""
+    """Cuts the regions' bounding box into cells that lie either wholly inside or wholly outside every region."""
     edges = [sorted({edge for interval in dimension for edge in interval}) for dimension in zip(*regions, strict=True)]
     yield from product(*(list(pairwise(dimension)) for dimension in edges))
 
@@ -97,7 +97,7 @@ def leading(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Slice:
 
 
 FLOAT_BYTES = 4
-"""The size of a parameter: all are float32."""
+"""Bytes per parameter: all are float32."""
 
 
 def bytes_of(tensors: Weights) -> int:

@@ -15,27 +15,27 @@ CHANNELS = Interval(ge=1, le=100_000)
 
 @dataclass
 class LoraConfig:
-    """Adapters of low rank (Hu et al. 2022) on a space's largest network, whose own tensors are constants."""
+    """Low-rank adapters (Hu et al. 2022) on a space's largest network, whose own tensors are constants."""
 
     ranks: Annotated[
         list[Annotated[int, CHANNELS]] | None,
-        "ranks of the adapters, ascending, of which tiers afford some; null: none",
+        "adapter ranks to choose from, ascending; a tier gets those it can afford; null: no adapters",
     ] = None
-    layers: Annotated[list[Annotated[str, NOT_EMPTY]], "patterns of the names of linear layers that get adapters"] = (
-        field(default_factory=lambda: ["*"])
+    layers: Annotated[list[Annotated[str, NOT_EMPTY]], "name patterns of the linear layers that get adapters"] = field(
+        default_factory=lambda: ["*"]
     )
     trained: Annotated[
-        list[Annotated[str, NOT_EMPTY]], "patterns of the names of tensors that are trained and sent as wholes"
+        list[Annotated[str, NOT_EMPTY]], "name patterns of the tensors that are trained and sent in full"
     ] = field(default_factory=list)
     alpha: Annotated[
-        float | None, Interval(gt=0, le=1e6), "adapters count alpha / (largest rank), at every rank; null: 1"
+        float | None, Interval(gt=0, le=1e6), "adapters are scaled by alpha / (largest rank), at every rank; null: 1"
     ] = None
-    merged: Annotated[bool, "whether layers have a sum of adapters beside the present ones, which flora needs"] = False
+    merged: Annotated[bool, "whether layers also hold the sum of earlier adapters, which flora needs"] = False
 
 
 @dataclass
 class SpaceConfig:
-    """A named search space and changes of its values; null keeps the space's own value.
+    """A named search space and overrides of its values; null keeps the space's own value.
 
     The designs document the values (`CnnDesign`, `ResnetDesign`, `TcnDesign`, `RnnDesign`, `DartsDesign`,
     `Resnet18Design`, `DartsV2Design`, `ModularDesign`, `CnnWidthDesign`, `ResnetWidthDesign`, `LstmWidthDesign`,
@@ -47,7 +47,7 @@ class SpaceConfig:
     num_classes: Annotated[int, Interval(ge=2, le=10_000_000), "number of classes, or the size of the vocabulary"] = 10
     heads: Annotated[
         list[Annotated[int, Interval(ge=2, le=10_000_000)]] | None,
-        "cnn: the classes of several tasks' classifiers, in the order of the tasks in tiers.tasks; null: one task",
+        "cnn: number of classes of every task's classifier, in the order of tiers.tasks; null: one task",
     ] = None
     input_shape: Annotated[list[Annotated[int, CHANNELS]] | None, "shape of one sample"] = None
     stem_channels: Annotated[int | None, CHANNELS, "channels of the stem"] = None
@@ -61,7 +61,7 @@ class SpaceConfig:
         list[Annotated[int, Interval(ge=0, le=100)]] | None, "largest number of extra blocks per stage"
     ] = None
     expansions: Annotated[
-        list[Annotated[float, Interval(gt=0, le=1000)]] | None, "widths of a block, as shares of its stage's"
+        list[Annotated[float, Interval(gt=0, le=1000)]] | None, "inner widths of a block, as shares of the stage width"
     ] = None
     widths: Annotated[
         list[Annotated[float, SHARE]] | None, "width, scaled, split: shares of the channels, ascending to 1.0"
@@ -72,13 +72,13 @@ class SpaceConfig:
     ] = None
     width_multiplier: Annotated[float | None, Interval(gt=0, le=1000), "factor on all channels"] = None
     norm: Annotated[str | None, NOT_EMPTY, "normalisation, such as batch or none"] = None
-    initialisation: Annotated[str | None, NOT_EMPTY, "resnet: convolutions start as torch's or he's"] = None
+    initialisation: Annotated[str | None, NOT_EMPTY, "resnet: initial weights of convolutions, torch or he"] = None
     bias: Annotated[bool | None, "resnet: whether convolutions have biases"] = None
     channels: Annotated[int | None, CHANNELS, "channels of the first cells or blocks"] = None
     embedding_size: Annotated[int | None, CHANNELS, "size of a token's or patch's embedding"] = None
     blocks: Annotated[list[Annotated[int, UP_TO_A_THOUSAND]] | None, "blocks per stage"] = None
     patch_size: Annotated[int | None, UP_TO_A_THOUSAND, "vit: side of a patch in pixels"] = None
-    attention_heads: Annotated[int | None, UP_TO_A_THOUSAND, "vit, gpt: heads of a block"] = None
+    attention_heads: Annotated[int | None, UP_TO_A_THOUSAND, "vit, gpt: attention heads per block"] = None
     mlp_ratio: Annotated[
         float | None, Interval(gt=0, le=1000), "vit, gpt: hidden channels of a block, as a multiple of embedding_size"
     ] = None
@@ -97,20 +97,20 @@ class SpaceConfig:
     affine: Annotated[bool | None, "whether batch norms have scale and shift"] = None
     modules: Annotated[int | None, Interval(ge=1, le=100), "number of modules per block to choose from"] = None
     lora: LoraConfig = field(default_factory=LoraConfig)
-    build: Annotated[str | None, ComponentName("network"), "module: what gives the network"] = None
+    build: Annotated[str | None, ComponentName("network"), "module: the function that builds the network"] = None
     weights: Annotated[
         str | None,
         PATH,
         "module, lora: a .safetensors file, or an index of several, that replaces the network's own values",
     ] = None
     weights_names: Annotated[
-        dict[str, str] | None, "beginnings of names in that file, and what the network's begin with instead"
+        dict[str, str] | None, "prefixes of names in that file, and the network's prefixes that replace them"
     ] = None
     options: Annotated[dict[str, Any], "options of a user's space or network, by name"] = field(default_factory=dict)
 
 
 def stored_space(values: Mapping[str, Any]) -> SpaceConfig:
-    """The configuration of plain values, as a run stores them; those from before adapters have none."""
+    """The configuration from plain values, as a run stores them; those of runs from before adapters have none."""
     return SpaceConfig(**{**values, "lora": LoraConfig(**values.get("lora", {}))})
 
 
@@ -121,9 +121,9 @@ _NOT_OF_DESIGNS = ("name", "options", "lora")
 
 
 def from_design(make: Callable[[Any], SearchSpace], default: Any, config: SpaceConfig) -> SearchSpace:
-    """The space of a design with the configuration's changes.
+    """The space of a design with the configuration's overrides.
 
-    Raises ValueError for a value that the design does not have, listing those that it has.
+    Raises ValueError for a value that the design does not have, listing the ones it has.
     """
     known = [f.name for f in fields(default)]
     changes: dict[str, Any] = {}
@@ -143,5 +143,5 @@ Spaces = Mapping[str, SpaceBuilder]
 
 
 def spaces_of(make: Callable[[Any], SearchSpace], *designs: Any) -> Spaces:
-    """The spaces that `make` makes of designs, by the designs' names."""
+    """The builders of several designs' spaces, each made by `make`, by the designs' names."""
     return {design.name: partial(from_design, make, design) for design in designs}

@@ -1,7 +1,7 @@
-"""Spaces of one decision, how many base nets are mixed: a wide network that is split into narrow, independent ones.
+"""Spaces of one decision, the number of base nets: a wide network is split into narrow, independent ones.
 
-The spaces of SplitMix (Hong et al. 2022, Sec. 3): base nets are the narrowest networks of `space.widths`, and a subnet
-of width p is a mix of p / (that width) of them, which classifies by their mean logits.
+The spaces of SplitMix (Hong et al. 2022, Sec. 3): base nets have the smallest width b of `space.widths`, and a subnet
+of width p mixes p / b of them and classifies by their mean logits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SplitSpace(SlicedSpace):
         return any(name.endswith("running_mean") for name in supernet_shapes(self))
 
     def _network(self, architecture: Architecture) -> nn.Module:
-        return Mix([self._base() for _ in range(self.num_bases(architecture))]).eval()  # as base nets are built
+        return Mix([self._base() for _ in range(self.num_bases(architecture))]).eval()  # as its base nets are
 
     def _base(self) -> nn.Module:
         share, sample = self.design.widths[0], samples_of(self, 2)
@@ -87,7 +87,7 @@ def own_network(
     *,
     network: Annotated[str, NOT_EMPTY, "module:build, where build(input_shape, num_classes) gives the whole network"],
 ) -> SearchSpace:
-    """The space of a user's own network, split."""
+    """The split space of a user's own network."""
     return from_design(SplitSpace, replace(OwnWidthDesign(), name="split", network=network), config)
 
 

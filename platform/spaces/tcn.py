@@ -19,9 +19,9 @@ class TcnDesign:
     """An elastic temporal convolutional network for text (SuperFed); `input_shape` is (T,).
 
     A subnet has `blocks[0]` to `blocks[1]` temporal blocks, with dilations 1, 2, 4, ...; `expansions` scale the first
-    convolution's output channels. With `tied`, the decoder uses the embedding's weights, of the blocks' width.
-    `dropout` is the blocks'; `embedding_dropout` the embedding's, by default the same. `coupled`, the number of blocks
-    decides their width (CompOFA).
+    convolution's output channels. With `tied`, the decoder uses the embedding's weights, which must have the blocks'
+    width. `dropout` applies to the blocks, `embedding_dropout` (by default the same) to the embedding. If `coupled`,
+    the number of blocks decides their width (CompOFA).
 
     Source: SuperFedNAS, App. (text); Bai et al. 2018.
     """
@@ -177,7 +177,7 @@ class TemporalBlock(nn.Module):
 class CausalConv(nn.Module):
     """(N, in, T) -> (N, out, T); position t depends on t, t - dilation, ...; weights are direction times magnitude.
 
-    A slice is normalised over its own input channels, whose direction has length 1 (Salimans & Kingma 2016).
+    A slice is normalised over its own input channels, so that its direction has length 1 (Salimans & Kingma 2016).
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, dilation: int) -> None:

@@ -1,7 +1,7 @@
-"""Transformers for images and for text: elastic ones for SuperFedNAS, and the widths and depths of one network.
+"""Transformers for images and for text: elastic ones for SuperFedNAS, and spaces of widths and of depths.
 
-Blocks normalise first (Radford et al. 2019, Sec. 2.3). Images are patches, of whose outputs the mean is classified
-instead of a class token's (Dosovitskiy et al. 2021, App. D.3: as good); in text every token sees those before it.
+Blocks normalise first (Radford et al. 2019, Sec. 2.3). Images are cut into patches; the mean of the patches' outputs is
+classified instead of a class token (Dosovitskiy et al. 2021, App. D.3: as good). In text, attention is causal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedloom.platform.spaces.width import Keep, WidthDesign, WidthSpace, channel
 # -- layers: their leading heads and channels are those of a narrower network -----------------------------------------
 
 STD = 0.02
-"""The standard deviation of initial weights where a layer has no other (Radford et al. 2018, Sec. 4.1)."""
+"""The standard deviation of initial weights unless a layer sets its own (Radford et al. 2018, Sec. 4.1)."""
 
 
 def glorot(inputs: int, outputs: int) -> float:
@@ -54,7 +54,7 @@ class Tokens(Normal, nn.Embedding):
     """Tokens (N, T) -> (N, T, C)."""
 
     def __init__(self, count: int, size: int) -> None:
-        # With a weight torch draws none, for which it would load its compiler on the meta device.
+        # Given a weight, torch draws none, for which it would load its compiler on the meta device.
         super().__init__(count, size, _weight=torch.empty(count, size))
 
 
@@ -70,7 +70,7 @@ class Patches(Normal, nn.Conv2d):
 
     def __init__(self, channels: int, size: int, patch_size: int) -> None:
         super().__init__(channels, size, patch_size, patch_size)
-        self.std = 1 / math.sqrt(channels * patch_size**2)  # LeCun's, as the authors of the vision transformer
+        self.std = 1 / math.sqrt(channels * patch_size**2)  # LeCun's, as in the vision transformer
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).flatten(2).transpose(1, 2)
@@ -87,7 +87,7 @@ class Heads(Normal, nn.Module):
         self.bias = nn.Parameter(torch.empty(heads, 3 * head_size))
 
     def narrow(self, inputs: int, keep: Keep, *, last: bool) -> None:
-        """Gives it fewer inputs and heads."""
+        """Reduces its inputs and heads."""
         heads, rows, _ = self.weight.shape
         num_heads = heads if last else keep(heads)
         resize(self, weight=(num_heads, rows, inputs), bias=(num_heads, rows))
@@ -109,7 +109,7 @@ class Merge(Normal, nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
 
     def narrow(self, inputs: int, keep: Keep, *, last: bool) -> None:
-        """Gives it fewer heads and outputs."""
+        """Reduces its heads and outputs."""
         _, head_size, size = self.weight.shape
         outputs = size if last else keep(size)
         resize(self, weight=(inputs, head_size, outputs), bias=(outputs,))
@@ -121,9 +121,9 @@ class Merge(Normal, nn.Module):
 class Block(nn.Module):
     """(N, T, C) -> (N, T, C): x + attention(norm(x)), then x + perceptron(norm(x)); `causal` hides later tokens.
 
-    Initial weights of text are GPT-2's: what `depth` blocks add is smaller by sqrt(2 depth), so that their sum does not
-    grow. Those of images have Glorot's variance, as the vision transformer's: N(0, .02) is far too small for narrow
-    networks that are trained by SGD (on digits with 32 channels 41 instead of 85 % after six epochs).
+    Text uses GPT-2's initialisation: residual branches start smaller by sqrt(2 depth), so that the sum of `depth`
+    blocks does not grow. Images use Glorot's variance, as the vision transformer does: N(0, .02) is far too small for
+    narrow networks that are trained with SGD (on digits with 32 channels 41 instead of 85 % after six epochs).
     """
 
     def __init__(
@@ -166,10 +166,10 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class TransformerDesign:
-    """The whole network: of images (C, H, W) with a `patch_size`, without one of text (T,).
+    """The whole network: for images (C, H, W) if it has a `patch_size`, otherwise for text (T,).
 
-    `blocks` are those of each stage, where a subnet may end or leave some out; `mlp_ratio` is the number of a block's
-    hidden channels per channel, `dropout` that of the embedding and of what blocks add.
+    `blocks` are the numbers of blocks per stage; a subnet may end after a stage or leave some blocks out. `mlp_ratio`
+    is the number of a block's hidden channels per channel; `dropout` applies to the embedding and residual branches.
 
     Raises:
         ValueError: a network that cannot be built.
@@ -231,7 +231,7 @@ class TransformerDesign:
         )
 
     def build_stages(self) -> list[nn.Module]:
-        """All blocks, whole."""
+        """The blocks of every stage, at full width."""
         return [nn.Sequential(*(self.block() for _ in range(count))) for count in self.blocks]
 
     def build_head(self) -> nn.Module:
@@ -240,15 +240,15 @@ class TransformerDesign:
 
 
 MOST_OPTIONS = 100_000
-"""The most subnets of a stage, all of which are listed."""
+"""The maximum number of options of a stage, since all are listed."""
 
 
 @dataclass(frozen=True)
 class ElasticTransformerDesign(TransformerDesign):
-    """Subnets keep the first blocks of every stage, and of each block shares of the heads and of the hidden channels.
+    """Subnets keep the first blocks of every stage, and in each block a share of the heads and of the hidden channels.
 
-    `head_shares` and `expansions` are these shares, ascending to 1; a block chooses both independently. `coupled`, the
-    number of a stage's blocks decides both (CompOFA).
+    `head_shares` and `expansions` are these shares, ascending to 1; a block chooses both independently. If `coupled`,
+    the number of a stage's blocks decides both (CompOFA).
     """
 
     head_shares: tuple[float, ...] = (0.5, 1.0)
@@ -283,7 +283,7 @@ class ElasticTransformerDesign(TransformerDesign):
 
     @property
     def widths(self) -> Mapping[str, tuple[float, ...]]:
-        """The shares of the heads and of the hidden channels of each width index: every pair."""
+        """The shares of the heads and of the hidden channels per width index, which enumerate all pairs."""
         heads, expansions = zip(*product(self.head_shares, self.expansions), strict=True)
         return {"heads": heads, "expansions": expansions}
 
@@ -306,7 +306,7 @@ class ElasticTransformerDesign(TransformerDesign):
 
 @dataclass(frozen=True)
 class TransformerWidthDesign(TransformerDesign, WidthDesign):
-    """Subnets keep a share of the channels, of the heads, whose size stays, and of the hidden channels."""
+    """Subnets keep a share of the channels, of the heads (each of unchanged size) and of the hidden channels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -335,7 +335,7 @@ class TransformerDepthDesign(TransformerDesign):
 
 @dataclass(frozen=True)
 class TransformerScaledDesign(TransformerDepthDesign):
-    """Subnets of i stages have the share `widths[i - 1]` of the heads, whose size stays, and channels for them."""
+    """Subnets of i stages have the share `widths[i - 1]` of the heads (of unchanged size) and of the channels."""
 
     widths: tuple[float, ...] = SCALED_WIDTHS
 

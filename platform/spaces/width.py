@@ -1,8 +1,8 @@
 """Spaces of one decision, the width: a subnet keeps the leading share of the hidden channels of every layer.
 
 The spaces of HeteroFL (Diao et al. 2021), FjORD (Horváth et al. 2021) and FedRolex (Alam et al. 2022). `width` takes
-any plain network: `space.name=width space.options.network=module:build`, where `build(input_shape, num_classes)` gives
-the whole one. The others are the networks of these papers.
+any plain network: `space.name=width space.options.network=module:build`, where `build(input_shape, num_classes)`
+returns the whole network. The others are the networks of these papers.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fedloom.platform.spaces.space_config import SpaceConfig, Spaces, from_desig
 from fedloom.tiers.measure import shapes_only
 
 # -- narrower versions of any plain network ---------------------------------------------------------------------------
-# The network is built whole and run once without values; each layer takes the channels that arrive, and keeps its
-# share of its own. The last layer keeps its outputs. What a layer keeps are its leading channels, so that a narrow
-# network's tensors are leading slices of the whole one's.
+# The whole network is built and run once on the meta device: each layer adapts to the input channels that arrive, and
+# keeps a share of its output channels. The last layer keeps all outputs. Layers keep their leading channels, so that a
+# narrow network's tensors are leading slices of the whole network's.
 
 Keep = Callable[[int], int]
-"""How many of so many channels are kept."""
+"""Maps a layer's number of channels to the number that is kept."""
 
 
 @runtime_checkable
 class Narrows(Protocol):
-    """A layer of one's own that can be made narrower, such as a recurrent one."""
+    """A custom layer that can be made narrower, such as a recurrent one."""
 
     def narrow(self, inputs: int, keep: Keep, *, last: bool) -> None:
-        """Gives it `inputs` inputs and the outputs that `keep` allows, unless it is the last layer."""
+        """Resizes the layer to `inputs` inputs and the outputs that `keep` allows; the last layer keeps all."""
         ...
 
     channels_at: int
@@ -48,9 +48,9 @@ class Narrows(Protocol):
 
 
 def narrowed(build: Callable[[], nn.Module], sample: Tensor, keep: Keep) -> nn.Module:
-    """The network on the meta device, without values, with the channels that `keep` allows.
+    """The network on the meta device, with only the channels that `keep` allows.
 
-    `sample` is a batch on the meta device. Raises ValueError for a layer whose channels cannot be told.
+    `sample` is a batch on the meta device. Raises ValueError for a layer that cannot be narrowed.
     """
     module = on_meta(build).eval()
     last = _in_order(module, sample)[-1]
@@ -64,12 +64,12 @@ def narrowed(build: Callable[[], nn.Module], sample: Tensor, keep: Keep) -> nn.M
 
 
 def channels_kept(share: float, channels: int) -> int:
-    """ceil(share * channels), as HeteroFL, and at least one."""
+    """ceil(share * channels), as in HeteroFL, and at least one."""
     return min(channels, max(1, math.ceil(share * channels - 1e-9)))
 
 
 def _run(module: nn.Module, sample: Tensor, hooks: Mapping[nn.Module, Callable[..., None]]) -> None:
-    """A pass without values that calls a part's hook with the part and its inputs before the part."""
+    """Runs a pass on the meta device; calls each part's hook with the part and its inputs before the part."""
     handles = [part.register_forward_pre_hook(hook) for part, hook in hooks.items()]
     try:
         with torch.no_grad(), shapes_only():
@@ -80,14 +80,14 @@ def _run(module: nn.Module, sample: Tensor, hooks: Mapping[nn.Module, Callable[.
 
 
 def scaled_while_training(module: nn.Module, sample: Tensor, share: float) -> nn.Module:
-    """Divides the outputs of hidden layers by the share of their channels, in training (HeteroFL's scaler)."""
+    """Divides the outputs of hidden layers by their share of channels in training (HeteroFL's scaler)."""
     for part in _in_order(module, sample)[:-1]:
         part.register_forward_hook(lambda part, _inputs, output: output / share if part.training else output)
     return module
 
 
 def _in_order(module: nn.Module, sample: Tensor) -> list[nn.Module]:
-    """The layers of weights, in the order in which a pass reaches them."""
+    """The convolution, linear and `Narrows` layers, in the order of a forward pass."""
     seen: list[nn.Module] = []
     layers = [part for part in module.modules() if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Linear | Narrows)]
     _run(module, sample, dict.fromkeys(layers, lambda layer, _inputs: seen.append(layer)))
@@ -143,7 +143,7 @@ def _narrow_convolution(name: str, part: nn.Conv1d | nn.Conv2d, inputs: int, kee
 
 
 def resize(part: nn.Module, **shapes: tuple[int, ...]) -> None:
-    """Replaces tensors by empty ones of these shapes; what the layer does not have is left out."""
+    """Replaces a layer's tensors by empty ones of these shapes; names that the layer lacks are skipped."""
     for name, shape in shapes.items():
         old = getattr(part, name, None)
         if old is None:
@@ -158,9 +158,9 @@ GATES = 4
 
 
 class Lstm(nn.Module):
-    """(N, T, inputs) -> (N, T, units): one layer of LSTM cells, whose gates are an axis of their own.
+    """(N, T, inputs) -> (N, T, units): one layer of LSTM cells, with a separate axis for the gates.
 
-    torch's own layer stacks the four gates' rows in one matrix, of which no leading part is a narrower layer.
+    torch's own layer stacks the four gates' rows in one matrix, whose leading rows are not a narrower layer.
     """
 
     channels_at = 2
@@ -172,12 +172,12 @@ class Lstm(nn.Module):
         self.bias = nn.Parameter(torch.empty(GATES, units))
 
     def narrow(self, inputs: int, keep: Keep, *, last: bool) -> None:
-        """Gives it fewer inputs and units."""
+        """Reduces its inputs and units."""
         units = self.bias.shape[1] if last else keep(self.bias.shape[1])
         resize(self, weight_input=(GATES, units, inputs), weight_hidden=(GATES, units, units), bias=(GATES, units))
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
-        """Uniform in +-1/sqrt(units), as torch's."""
+        """Uniform in +-1/sqrt(units), as in torch's LSTM."""
         fill_uniform(tensors_by_name, tensors_by_name["bias"].shape[1], generator)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class LstmNetwork(nn.Module):
 # -- spaces -----------------------------------------------------------------------------------------------------------
 
 WIDTHS = (0.0625, 0.125, 0.25, 0.5, 1.0)
-"""HeteroFL's e, d, c, b, a."""
+"""HeteroFL's levels e, d, c, b, a."""
 NORMS = ("none", "batch", "static", "group")
 
 
@@ -270,9 +270,9 @@ class WidthSpace(LeadingSpace):
 
     @cached_property
     def units(self) -> Mapping[str, tuple[int, ...]]:
-        """Per tensor and dimension, how many entries belong to one hidden channel; 0 where they are no channels.
+        """Per tensor and dimension, the number of entries per hidden channel; 0 for dimensions of other things.
 
-        Only these are permuted if a layer's channels are: inputs and classes stay.
+        If hidden channels are permuted, only the former dimensions are: inputs and classes stay.
         """
         fewer = narrowed(self.design.build, samples_of(self, 2), lambda channels: channels - 1).state_dict()
         return {
@@ -283,7 +283,7 @@ class WidthSpace(LeadingSpace):
     def rolled(self, weights: Weights, step: int) -> dict[str, Tensor]:
         """The weights after all hidden channels have moved `step` places to the front, the first ones to the end."""
         parts = dict(weights)
-        for name in weights:  # none in a dry run
+        for name in weights:  # empty in a dry run
             units = self.units[name]
             dims = [d for d, unit in enumerate(units) if unit]
             if dims:
@@ -292,7 +292,7 @@ class WidthSpace(LeadingSpace):
         return parts
 
     def check_channels(self) -> None:
-        """Raises ValueError if the network's channels cannot be permuted, as where layers are concatenated."""
+        """Raises ValueError if the network's channels cannot be permuted, for example if it concatenates layers."""
         weights = self.initial_weights(torch.Generator().manual_seed(0))
         x = torch.randn((2, *self.input_shape), generator=torch.Generator().manual_seed(1))
         module = self.build_subnet(self.largest).eval()
@@ -387,9 +387,9 @@ class ResnetWidthDesign(WidthDesign):
 
 @dataclass(frozen=True)
 class LstmWidthDesign(WidthDesign):
-    """LEAF's network for the next character: an embedding, layers of LSTM cells, and a linear decoder.
+    """LEAF's next-character network: an embedding, layers of LSTM cells, and a linear decoder.
 
-    `input_shape` is (T,). LEAF predicts the character after the last position: objective.name=last_position.
+    `input_shape` is (T,). LEAF predicts only the character after the last position: objective.name=last_position.
     """
 
     name: str = "lstm_width"
@@ -435,7 +435,7 @@ def own_network(
     *,
     network: Annotated[str, NOT_EMPTY, "module:build, where build(input_shape, num_classes) gives the whole network"],
 ) -> SearchSpace:
-    """The space of the widths of a user's own network."""
+    """The width space of a user's own network."""
     space = from_design(WidthSpace, replace(OwnWidthDesign(), network=network), config)
     assert isinstance(space, WidthSpace), "it was made as one"
     space.check_channels()

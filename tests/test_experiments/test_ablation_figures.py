@@ -122,6 +122,7 @@ def test_accuracy_stands_over_the_megabytes_of_both_directions(study: Study) -> 
 def test_eight_lines_have_eight_colours_and_markers() -> None:
     colours, markers = zip(*looks(range(8)).values(), strict=True)
     assert len(set(colours)) == len(set(markers)) == 8
+    assert len({*looks(range(88)).values()}) == 88
 
 
 @pytest.mark.parametrize(("labels", "rows"), [(["a rather long name"] * 7, 3), (["mean", "Krum"] * 4, 2), (["a"], 1)])

@@ -273,6 +273,7 @@ def test_the_central_test_set_stays_the_test_part(data: FederatedData) -> None:
         expected_x, expected_y = data.dataset.tensors("test", everything)
     assert torch.equal(x, expected_x)
     assert torch.equal(y, expected_y)
+    assert data.num_central("test") == len(everything)
     assert len(data.central("train")) == data.sizes("train").sum()
     assert len(data.central("validation")) == data.sizes("validation").sum()
 

@@ -161,7 +161,7 @@ def test_policy_stop_ends_the_run_and_leaves_the_rows(setting: Setting) -> None:
 
 def test_policy_retry_repeats_the_client(setting: Setting) -> None:
     stage = Counting(four(c2=Add(fails_in=(1,), failures=[2])))
-    state = setting.loop(stage, **failing("retry", attempts=3, max_share=0.0)).run(RunState())
+    state = setting.loop(stage, **failing("retry", attempts=3)).run(RunState())
     assert state.weights("model")["w"].tolist() == [3.0, 3.0]
     clients = setting.table("clients")
     assert set(clients["status"]) == {"ok"}
@@ -171,7 +171,7 @@ def test_policy_retry_repeats_the_client(setting: Setting) -> None:
 def test_policy_retry_gives_up_in_the_end(setting: Setting) -> None:
     stage = Counting(four(c2=Add(fails_in=(1,))))
     with pytest.raises(RunFailedError, match=r"client 2 \(tier1\) failed"):
-        setting.loop(stage, **failing("retry", max_share=0.0)).run(RunState())
+        setting.loop(stage, **failing("retry", max_share=1.0)).run(RunState())
     clients = setting.table("clients")
     assert clients[clients["status"] == "failed"]["attempts"].tolist() == [2]
 

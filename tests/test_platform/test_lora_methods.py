@@ -150,7 +150,7 @@ def test_a_rank_is_pruned_to_the_largest_that_is_not_above_its_share() -> None:
     ranks = (2, 4, 7, 8)
     assert [pruned(ranks, option, 0.5) for option in range(4)] == [None, 0, 0, 1]
     assert [pruned(ranks, option, 0.9) for option in range(4)] == [None, 0, 1, 2]
-    assert [pruned(ranks, option, 1.0) for option in range(4)] == [None, 0, 1, 2]
+    assert [pruned(ranks, option, 1.0) for option in range(4)] == [None] * 4
 
 
 def test_what_would_be_pruned_is_in_the_loss(config_of: Make) -> None:

@@ -352,6 +352,21 @@ def test_the_steps_of_a_network_that_depend_on_values_are_counted_by_running_it(
     assert space.cost_table("macs").largest == 640
 
 
+def test_latency_is_that_of_one_sample_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    space, _ = own("Wanders")
+    space.tried(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64))
+    sizes, forward = set[int](), sys.modules["my_net"].Wanders.forward
+
+    def seen(self: Any, x: torch.Tensor) -> torch.Tensor:
+        sizes.add(len(x))
+        result: torch.Tensor = forward(self, x)
+        return result
+
+    monkeypatch.setattr(sys.modules["my_net"].Wanders, "forward", seen)
+    assert space.cost_table("latency_s").largest > 0
+    assert sizes == {1}
+
+
 # -- weights from elsewhere -------------------------------------------------------------------------------------------
 
 

@@ -104,7 +104,7 @@ def aggregator_laws(
 ) -> list[Law]:
     """The laws of an aggregator as callables; ValueError for an unknown rule or law.
 
-    `withstands` is the share of attackers among the clients that is to move no scalar out of the others' range.
+    `withstands` is the share of attackers among the clients that must not move any scalar out of the others' range.
     """
     name, made = _rule(AGGREGATORS, rule, options)
     return laws_of("aggregator", name, Judged(made, name, withstands), aggregators.LAWS, skip)

@@ -1,13 +1,13 @@
-"""The laws of aggregators: what a round of single updates may depend on, and what attackers may move it to.
+"""The laws of aggregators: what a round's result may depend on, and how far attackers may move it.
 
-Rules that cannot obey a law, which their tests skip by its name:
+Some rules cannot obey a law; their tests skip it by name:
 
-    attackers leave the result among the honest values    `mean`, of which one attacker is enough; `rfa` with its three
-        iterations, after which 20 % of the clients that lie a million away still move it by a thousand
-    equal updates are the result, scaled weights scale the result    `norm_bound`, where changes are longer than the
-        bound, which is a length
+    attackers leave the result among the honest values    `mean`, for which one attacker is enough; `rfa` with its three
+        iterations, after which attackers a million away, 20 % of the clients, still move the result by a thousand
+    equal updates are the result, scaled weights scale the result    `norm_bound`, if changes are longer than the bound,
+        which is an absolute length
     the order of the clients does not matter    `bulyan` with f of 1 or 2: its last choice is between two clients of
-        equal score, each the other's only neighbour, of which the first in plan order is chosen
+        equal score, each the other's only neighbour, and takes the first in plan order
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ REGIONS: tuple[Region, ...] = (((0, 4),), ((2, 6),), ((0, 6),))
 """The regions of `SLICED` that clients hold in turn."""
 
 CLIENTS = 25
-"""Clients of a round, enough for rules that reckon with many attackers; of some scalars of `SLICED` 16 hold one."""
+"""Clients per round, enough for rules that tolerate many attackers; some scalars of `SLICED` have only 16 holders."""
 DEVIATION = 0.01
 """Standard deviation of the honest clients' changes."""
 FAR = 1e6
@@ -36,14 +36,14 @@ FAR = 1e6
 
 @dataclass(frozen=True)
 class Judged:
-    """A rule under test, its name in messages, and the share of attackers that it is to withstand."""
+    """A rule under test, its name in messages, and the share of attackers that it must withstand."""
 
     rule: Aggregator
     name: str
     withstands: float
 
     def averaged(self, updates: Sequence[Update], old: Weights | None = None, fewest: int = 1) -> Averaged:
-        """A round of these updates."""
+        """The result of a round with these updates; scalars with fewer than `fewest` holders keep their values."""
         return aggregated(updates, (self.name, self.rule), old_weights() if old is None else old, fewest)
 
     def result(self, updates: Sequence[Update], old: Weights | None = None) -> Weights:
@@ -59,7 +59,7 @@ def old_weights() -> dict[str, Tensor]:
 
 
 def sent(client: int, regions: Mapping[str, Region], weight: float | None = None) -> Update:
-    """A client's update of these regions: the old values and a change of its own."""
+    """A client's update of these regions: the old values plus its own change."""
     generator, old = torch.Generator().manual_seed(1 + client), old_weights()
     tensors = {}
     for name, region in regions.items():
@@ -76,18 +76,18 @@ def cohort() -> list[Update]:
 
 
 def sending(update: Update, weights: Weights) -> Update:
-    """The update with these weights, of which it sends its slices."""
+    """The update with its values replaced by its slices of these weights."""
     held = {name: update.slices[name].of(tensor) for name, tensor in weights.items() if name in update.tensors}
     return replace(update, tensors={**update.tensors, **held})
 
 
 def moved(update: Update, move: Callable[[Tensor], Tensor]) -> Update:
-    """The update with other values of its floating-point tensors."""
+    """The update with `move` applied to its floating-point tensors."""
     return replace(update, tensors=each_float(update.tensors, move))
 
 
 def each_float(tensors: Weights, move: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The tensors, those of floating-point numbers moved."""
+    """The tensors, with `move` applied to the floating-point ones."""
     return {name: move(tensor) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
@@ -95,7 +95,7 @@ def each_float(tensors: Weights, move: Callable[[Tensor], Tensor]) -> dict[str, 
 
 
 def new_values_are_finite_and_of_the_old_kind(judged: Judged) -> Iterator[str]:
-    """Of many clients the rule makes finite new values of every region that they hold, also if none has changed it."""
+    """With many clients, every region that they hold gets finite new values, even if no client has changed it."""
     for updates in (cohort(), [sending(update, old_weights()) for update in cohort()]):
         averaged = judged.averaged(updates)
         for name in (WHOLE, SLICED):
@@ -104,7 +104,7 @@ def new_values_are_finite_and_of_the_old_kind(judged: Judged) -> Iterator[str]:
 
 
 def the_same_round_gives_the_same_bits(judged: Judged) -> Iterator[str]:
-    """The rule draws and remembers nothing, and only reads what it is given."""
+    """The rule draws no random numbers, keeps no state, and does not change its inputs."""
     updates, old = cohort(), old_weights()
     first = judged.result(updates, old)
     yield from differing(judged.result(updates, old), first)
@@ -114,14 +114,14 @@ def the_same_round_gives_the_same_bits(judged: Judged) -> Iterator[str]:
 
 
 def the_order_of_the_clients_does_not_matter(judged: Judged) -> Iterator[str]:
-    """Clients in another order have the same result, to rounding."""
+    """Clients in another order give the same result, up to rounding."""
     expected = judged.result(cohort())
     for step in (7, -1):
         yield from far_apart(judged.result([cohort()[i * step % CLIENTS] for i in range(1, CLIENTS + 1)]), expected)
 
 
 def equal_updates_are_the_result(judged: Judged) -> Iterator[str]:
-    """If all clients send the same values, these are the new ones, whatever the clients weigh."""
+    """If all clients send the same values, these are the new values, whatever the clients' weights."""
     old = old_weights()
     equal = {WHOLE: old[WHOLE] + 1, SLICED: old[SLICED] - 1}
     new = judged.result([sending(update, equal) for update in cohort()])
@@ -129,22 +129,22 @@ def equal_updates_are_the_result(judged: Judged) -> Iterator[str]:
 
 
 def shifted_weights_shift_the_result(judged: Judged) -> Iterator[str]:
-    """What is added to the old weights and to all that clients send is added to the result."""
+    """A constant added to the old weights and to all that clients send is added to the result."""
     shifted = judged.result([moved(u, lambda t: t + 1) for u in cohort()], each_float(old_weights(), lambda t: t + 1))
     yield from far_apart(shifted, each_float(judged.result(cohort()), lambda t: t + 1))
 
 
 def scaled_weights_scale_the_result(judged: Judged) -> Iterator[str]:
-    """If the old weights and all that clients send are 16 times as large, so is the result: the rule has no unit."""
+    """Scaling the old weights and all that clients send by 16 scales the result by 16: the rule has no fixed scale."""
     scaled = judged.result([moved(u, lambda t: 16 * t) for u in cohort()], each_float(old_weights(), lambda t: 16 * t))
     yield from far_apart(scaled, each_float(judged.result(cohort()), lambda t: 16 * t))
 
 
 def attackers_leave_the_result_among_the_honest_values(judged: Judged) -> Iterator[str]:
-    """Of the share of attackers that the rule is to withstand, no scalar is moved out of the honest clients' range.
+    """The share of attackers that the rule must withstand moves no scalar out of the honest clients' range.
 
-    They send the same or opposite values, of all scalars or of one, and are spread over the plan. (A share of 0 is of
-    no attackers: then the result lies among what clients send.)
+    Attackers send the same or opposite values, for all scalars or for one, and are spread over the plan. (With a share
+    of 0 there are no attackers: the result must then lie in the range of what clients send.)
     """
     attackers = {7 * i % CLIENTS for i in range(attackers_among(CLIENTS, judged.withstands))}
     honest = [sent(i, {WHOLE: ((0, 4), (0, 3))}) for i in range(CLIENTS)]
@@ -172,7 +172,7 @@ def attackers_leave_the_result_among_the_honest_values(judged: Judged) -> Iterat
 
 
 def clients_without_weight_do_not_count(judged: Judged) -> Iterator[str]:
-    """A client that has trained nothing, and weighs 0, changes no bit."""
+    """A client that has trained nothing, and so has weight 0, changes no bit of the result."""
     silent = [moved(sent(90 + i, {WHOLE: ((0, 4), (0, 3)), SLICED: ((0, 6),)}, 0.0), lambda t: t + FAR) for i in (0, 1)]
     yield from differing(judged.result([silent[0], *cohort(), silent[1]]), judged.result(cohort()))
 
@@ -186,7 +186,7 @@ def what_too_few_hold_keeps_its_bits(judged: Judged) -> Iterator[str]:
 
 
 def disjoint_slices_are_judged_apart(judged: Judged) -> Iterator[str]:
-    """Clients that hold no scalar in common with others have the result that they have without those."""
+    """Clients that share no scalar with other clients get the same result as without those."""
     left = [sent(i, {SLICED: ((0, 3),)}) for i in range(CLIENTS)]
     right = [sent(i, {SLICED: ((3, 6),)}) for i in range(CLIENTS, 2 * CLIENTS)]
     together, alone = judged.result([*left, *right])[SLICED], [judged.result(side)[SLICED] for side in (left, right)]

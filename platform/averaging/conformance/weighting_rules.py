@@ -42,7 +42,7 @@ def old_weights() -> dict[str, Tensor]:
 def updated(
     rule: WeightingRule, work: Work, client: int, value: float | None = None, region: Region | None = None
 ) -> Update:
-    """A client's update: random values of its own, or `value` everywhere; of `SLICED` only its region.
+    """A client's update: its own random values, or `value` everywhere; for `SLICED`, only its region.
 
     The weights are computed as in the client trainer: share times the rule's weight.
     """
@@ -123,7 +123,7 @@ def the_average_is_the_weighted_mean(rule: WeightingRule) -> Iterator[str]:
 def reference(old: Mapping[str, Tensor], updates: Sequence[Update]) -> dict[str, Tensor]:
     """sum_k w_k x_k / sum_k w_k over the clients that hold a scalar with w_k > 0; for counters the maximum.
 
-    Where the rule weighs what a client does not hold, the scalar's old value is what that client holds.
+    If the rule weighs what clients do not hold, a client without the scalar counts with the scalar's old value.
     """
     new = {name: tensor.double() for name, tensor in old.items()}
     for name, tensor in old.items():
@@ -163,7 +163,7 @@ def clients_of_the_same_work_count_alike(rule: WeightingRule) -> Iterator[str]:
 
 
 def the_mean_of_equal_values_is_that_value(rule: WeightingRule) -> Iterator[str]:
-    """If all clients return the same value, the average is that value (unless what a client lacks counts as well)."""
+    """If all clients return the same value, so does the average (unless the rule weighs what clients do not hold)."""
     old, updates = old_weights(), all_updated(rule, value=7.0)
     if any(update.unheld for update in updates):
         return
