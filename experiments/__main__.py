@@ -1,4 +1,4 @@
-"""The `fedloom` command, with Ctrl-C as one line also while its modules are imported."""
+"""The `fedloom` command; Ctrl-C prints one line, even while its modules are being imported."""
 
 import sys
 
@@ -9,7 +9,7 @@ def main() -> None:
         from fedloom.experiments.cli import main as run_command
 
         run_command()
-    except KeyboardInterrupt:  # later ones end in `run_command`
+    except KeyboardInterrupt:  # later interrupts are handled in `run_command`
         sys.stderr.write("fedloom: interrupted\n")
         sys.exit(130)
 

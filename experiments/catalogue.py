@@ -59,7 +59,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     SEARCHERS,
     PREDICTORS,
 )
-"""All components that can be chosen by name, by what they are."""
+"""The registries of all components that can be chosen by name, except methods."""
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
 
 
 def whose_keys(words: Sequence[str], settings: Sequence[Setting]) -> str:
-    """Whose the keys `method.*` are, and how to see another method's; empty if a method was chosen, or if none is."""
+    """A hint on which method has the keys `method.*`; empty if a method or preset was chosen, or none is listed."""
     chosen = any(each.startswith((PRESET, "method=")) for each in words)
     if chosen or not any(setting.key.startswith("method.") for setting in settings):
         return ""
@@ -119,7 +119,7 @@ def whose_keys(words: Sequence[str], settings: Sequence[Setting]) -> str:
 
 
 def show_keys(settings: Sequence[Setting], *, as_json: bool, whose: str = "") -> None:
-    """Prints `whose`, and one line per key with its meaning below, or one JSON object."""
+    """Prints the hint `whose` and one line per key with its meaning below, or one JSON object."""
     if as_json:
         write_json({"keys": [_as_json(setting) for setting in settings]})
         return
@@ -191,7 +191,8 @@ def _point(registry: Registry[Any]) -> PluginPoint:
     keys = dict.fromkeys(setting.key for setting in settings if setting.component == registry.kind)
     built_in = []
     for name, code in registry.known.items():
-        # The docstring is that of the design of a space, or of the function in a partial function.
+        # A partial function is documented by its last argument if that is a dataclass (a space's design), or else by
+        # the function that it wraps.
         while hasattr(code, "func"):
             code = type(code.args[-1]) if code.args and is_dataclass(code.args[-1]) else code.func
         built_in.append(Code(name, _first_line(code), tuple(options_of(registry, name, "options"))))

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         complain("interrupted")
         code = INTERRUPTED
-    atexit.register(gc.freeze)  # else garbage is looked for in all of torch once more: a sixth of a refusal's time
+    atexit.register(gc.freeze)  # otherwise a last collection scans all of torch: a sixth of a refused command's time
     # Registered last and so called first: a second Ctrl-C while Ray ends would print a traceback.
     for number in (signal.SIGINT, signal.SIGTERM):
         atexit.register(signal.signal, number, signal.SIG_IGN)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is then: while a view is shown, warnings appear above it."""
+    """Writes to the current `sys.stderr`, so that warnings appear above a view while one is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -83,7 +83,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:
-    # Slurm, Kubernetes and docker stop a run like this; it ends as after Ctrl-C.
+    # Slurm, Kubernetes and docker stop a run with SIGTERM; it ends as after Ctrl-C.
     raise KeyboardInterrupt
 
 
@@ -117,7 +117,7 @@ class _WhileRead:
 
 @contextmanager
 def _run_view(args: argparse.Namespace, doing: str) -> Iterator[_WhileRead]:
-    """The view of a run, from before torch is imported; after an error, too, the terminal is as without it."""
+    """Shows a run's view, starting before torch is imported; restores the terminal afterwards, even after an error."""
     from fedloom.experiments.show import RunView
 
     with RunView(as_json=args.json) as view:
@@ -140,7 +140,7 @@ def _here(args: argparse.Namespace, runs: Sequence[str] | None, *, tensors: bool
 
 def _run(args: argparse.Namespace) -> int:
     with _run_view(args, "loading torch and the configuration") as view:
-        gc.disable()  # importing torch takes a sixth less time without collecting garbage
+        gc.disable()  # importing torch takes a sixth less time without garbage collection
         try:
             from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 
@@ -338,7 +338,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 
 def _written(args: argparse.Namespace, write: Callable[[], Any]) -> Any:
-    """The report; with --follow written anew until what it is about has ended, for the page that loads itself again."""
+    """Writes the report; with --follow, rewrites it until its runs have ended, for the page that reloads itself."""
     from fedloom.experiments.report.content import REFRESH_S
 
     files = write()

@@ -1,7 +1,7 @@
-"""`fedloom completion SHELL`: a script by which bash, zsh or fish complete commands, keys, presets, names and runs.
+"""`fedloom completion SHELL`: a script that completes commands, keys, presets, names and runs in bash, zsh or fish.
 
-The script holds all words, so that pressing Tab starts nothing: reading them needs torch, which takes seconds. Only the
-runs are looked up, as folders of `results`.
+The script holds all words, because collecting them imports torch, which takes seconds: pressing Tab starts no Python.
+Only runs are looked up, as folders in `results`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from fedloom.experiments.runs.presets import ablations, experiments
 
 @dataclass(frozen=True)
 class Words:
-    """What can be typed: the options of every command, and what its other words are; keys with their values."""
+    """The words to complete: options by command, the commands that take overrides or runs, and keys with values."""
 
     options: Mapping[str, tuple[str, ...]]
     overriding: tuple[str, ...]
@@ -29,7 +29,7 @@ def _arguments(command: str) -> Iterable[Argument]:
 
 
 def all_words() -> Words:
-    """The words of this version; the keys are those of all methods."""
+    """The words of this version, with the keys of all methods."""
     from fedloom.experiments.catalogue import known_code
     from fedloom.platform.federation.config import RunConfig
     from fedloom.platform.methods.registry import METHODS
@@ -50,7 +50,7 @@ def all_words() -> Words:
 
 
 def script(shell: str, words: Words | None = None) -> str:
-    """The script for a shell; `words` are those of this version unless others are given."""
+    """The completion script for a shell; `words` default to those of this version."""
     words = words or all_words()
     known: dict[str, Any] = {
         "commands": " ".join(COMMANDS),

@@ -6,11 +6,11 @@ from pathlib import Path
 from fedloom.platform.results.files import check_name
 
 TEMPLATE = "template"
-"""The folder of the project's files, which are checked and tested as fedloom's own."""
+"""The folder of the project's files, which are checked and tested like fedloom's own code."""
 
 
 def new_project(folder: Path) -> list[Path]:
-    """Writes the project and returns its files; ValueError if the folder holds anything already."""
+    """Writes the project and returns its files; raises ValueError if the path is a file or a non-empty folder."""
     name = check_name("FOLDER", folder.absolute().name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already and not empty: give a new folder")

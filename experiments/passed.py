@@ -1,13 +1,13 @@
-"""What is passed from Python as it is where a name is taken: code, objects, networks and data sets.
+"""Python objects passed in place of names: code, objects, networks and data sets become plain configuration values.
 
-- A function or class becomes `module:name`, which other processes import from where this one did.
-- An object of a module becomes `module:name`, too; others, and `functools.partial`, their class or function and its
-  options.
-- A network becomes a file of its structure and weights (see `as_is`), a data set a file of its arrays (see `npz`). They
-  lie in `passed` in the results folder, and are called by the hash of their content, so that the configuration tells
-  what was passed: other data are another configuration.
+- A function or class becomes `module:name`, which other processes import from the same place as this one.
+- An object that is a variable of a module becomes `module:name`, too; any other object, or a `functools.partial`,
+  becomes its class or function with its options.
+- A network becomes a file of its structure and weights (see `as_is`), a data set a file of its arrays (see `npz`). The
+  files lie in the folder `passed` of the results and are named by the hash of their content, so that other data make
+  another configuration.
 
-What no other process could import (a lambda, what a notebook's cell or a script defines) is refused.
+Code that no other process can import (a lambda, or what a notebook cell or a script defines) is refused.
 """
 
 import functools
@@ -36,7 +36,7 @@ from fedloom.platform.spaces.as_is import BUILD, import_path, packed
 from fedloom.platform.words import said, shown
 
 FOLDER = "passed"
-"""The folder of the files in the results."""
+"""The folder in the results that holds the files."""
 INTO_A_FILE = "into a file (in a notebook by a cell that begins with %%writefile my_code.py) and import it"
 _SPACE = ("space", "space.name", "space.build")
 _DATA = ("data", "data.dataset")
@@ -45,9 +45,9 @@ _DIGITS = 16
 
 @contextmanager
 def names_in(changes: Mapping[str, Any]) -> Iterator["Names"]:
-    """What these values are called; `values` are those of the configuration.
+    """Names for the values passed in these configuration changes.
 
-    Files are written as names are asked for, and removed again if the block raises ValueError: it refuses the run.
+    Files are written when a name is requested, and removed again if the block raises ValueError, which refuses the run.
     """
     flat = dict(_flat(changes))
     names = Names(flat, local_root(str(flat.get("results", "results"))) / FOLDER)
@@ -59,13 +59,13 @@ def names_in(changes: Mapping[str, Any]) -> Iterator["Names"]:
 
 
 def check_current(sources: PluginSources) -> None:
-    """Raises ValueError for a module of one's own whose file has changed since this process imported it.
+    """Raises ValueError for one of the user's own modules whose file has changed since this process imported it.
 
-    Workers would import the new one, and the run would keep its source.
+    Workers would import, and the run would store, the new version.
     """
     for name, file in sources.files.items():
         module = sys.modules.get(name)
-        # Others, as that of pytest, compile something else than the file.
+        # Other loaders, such as pytest's, compile something else than the file.
         if type(getattr(getattr(module, "__spec__", None), "loader", None)) is not SourceFileLoader:
             continue
         compiled = {*_code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True))}
@@ -95,7 +95,7 @@ def _flat(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value stands for itself in a configuration."""
+    """Whether a configuration can hold the value as it is: None, text, a number, an array, a path, or nested ones."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     if isinstance(value, Mapping):
@@ -104,7 +104,7 @@ def is_plain(value: Any) -> bool:
 
 
 class Names:
-    """Names for what is passed as it is, beside other values by dotted keys; files go into a folder."""
+    """Plain values for passed ones, by dotted key: code gets names; networks and data sets, files in `folder`."""
 
     def __init__(self, flat: Mapping[str, Any], folder: Path) -> None:
         self._flat, self._folder = flat, folder
@@ -113,11 +113,11 @@ class Names:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The plain values of a configuration by dotted keys; ValueError, with what to do, for what has no name."""
+        """The plain configuration values by dotted key; ValueError, with advice, for an object without a name."""
         return {name: v for key, value in self._flat.items() for name, v in self.of(key, value).items()}
 
     def of(self, key: str, value: Any) -> dict[str, Any]:
-        """The keys and plain values that stand for the value of a key, or of a group of keys."""
+        """The keys and plain values that replace the value of a key, or of a group of keys."""
         if isinstance(value, Mapping) and value:
             return {
                 n: v for inner, each in _flat(value, f"{key}." if key else "") for n, v in self.of(inner, each).items()
@@ -128,7 +128,7 @@ class Names:
             return {key: value}
         if isinstance(value, nn.Module):
             return self._network(key, value)
-        if isinstance(value, list | tuple):  # of processors
+        if isinstance(value, list | tuple):  # such as processors
             parts = [("", {}) if is_plain(each) else _code(key, each) for each in value]
             names = [name or each for (name, _), each in zip(parts, value, strict=True)]
             return {key: names, **{f"{_options(key)}.{n}": v for _, options in parts for n, v in options.items()}}
@@ -138,11 +138,11 @@ class Names:
         return {key: name, **{f"{_options(key)}.{n}": v for n, v in options.items()}}
 
     def keep(self) -> None:
-        """Lets the files stay: something has begun that needs them."""
+        """Keeps the files even if the block fails, because something that needs them has begun."""
         self._written.clear()
 
     def remove(self) -> None:
-        """Removes the files that were not there before, and the folders that are empty then."""
+        """Removes the files that this object wrote, and folders that are then empty."""
         for file in self._written:
             file.unlink(missing_ok=True)
         for folder in (self._folder, self._folder.parent) if self._written else ():
@@ -203,13 +203,13 @@ def _kind(value: Any) -> str:
 
 
 def _options(key: str) -> str:
-    """The key of the options of the component that a key names."""
+    """The key of the options for the component that `key` chooses."""
     section = key.rpartition(".")[0].removesuffix(".distribution").removesuffix(".shares")
     return f"{section}.options" if section else f"{key}.options"
 
 
 def _code(key: str, value: Any) -> tuple[str, dict[str, Any]]:
-    """The import path of what was passed, and the options that it was made with."""
+    """The import path of a passed function, class or object, and the options that it was made with."""
     if isinstance(value, functools.partial):
         name, _ = _code(key, value.func)
         if value.args or not all(map(is_plain, value.keywords.values())):
@@ -253,7 +253,7 @@ def _importable(key: str, code: Any) -> str:
 
 
 def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
-    """The class of an object and those of its attributes that are the class's options, if they make an equal one."""
+    """The import path of an object's class, and its attributes as options; ValueError if they do not rebuild it."""
     cls = type(value)
     if cls.__module__ == "builtins" or isinstance(value, Tensor | list | tuple | dict | set):
         raise ValueError(
@@ -279,7 +279,7 @@ def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _arrays(key: str, value: Any) -> dict[str, AnyArray] | None:
-    """The arrays of a data set, or of a pair for training and testing, by their names in the file; None for others."""
+    """The arrays of a data set, or of a pair for training and testing, by name in the file; None for other values."""
     if isinstance(value, Arrays):
         if (value.scale, value.mean, value.std) != (None, None, None):
             raise ValueError(f"{key}: Arrays with scale, mean or std come from a function of one's own: pass that")
@@ -295,7 +295,7 @@ def _arrays(key: str, value: Any) -> dict[str, AnyArray] | None:
         if not 1 <= len(pair) <= 2 or not all(isinstance(part, Dataset) for part in pair):
             return None
         parts = {name: _stacked(key, part) for name, part in zip(("train", "test"), pair, strict=False)}
-        classes = getattr(pair[0], "classes", None)  # of torchvision's
+        classes = getattr(pair[0], "classes", None)  # as torchvision's data sets have it
         names = classes if isinstance(classes, list | tuple) and all(isinstance(c, str) for c in classes) else None
     arrays = {} if names is None else {"class_names": np.array([str(name) for name in names])}
     for part, content in parts.items():

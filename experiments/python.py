@@ -1,4 +1,4 @@
-"""fedloom from Python: starts runs and reads what they recorded, with the checks and the bits of the command line."""
+"""fedloom from Python: starts runs and reads their records, with the command line's checks and identical results."""
 
 import os
 import re
@@ -56,11 +56,11 @@ __all__ = ["Ablation", "Progress", "Run", "RunFailedError", "StartedRun", "ablat
 
 
 MOST_LINES = 1000
-"""Lines of a started run's output that are remembered."""
+"""Output lines of a started run that are kept."""
 RANGES = frozenset({"uniform", "log_uniform", "integers"})
-"""What an axis of a random search has instead of values."""
+"""The kinds of ranges that an axis of a search may have instead of values."""
 END_S = 5.0
-"""Seconds for the last lines of a process that has ended."""
+"""Seconds to wait for the last output lines of a process that has ended."""
 
 
 def run(
@@ -73,9 +73,9 @@ def run(
 ) -> "Run":
     """Runs a preset to its end with changed configuration values, as `fedloom run` does, and returns the run.
 
-    Values are those of the command line: `data={"alpha": 0.1}`, or by dotted keys `**{"data.alpha": 0.1}`. Prints a
-    line per round unless it is `quiet`; `on_round` is called after every round is stored;
-    what it raises interrupts the run and is raised here.
+    `changes` are the values of the command line: `data={"alpha": 0.1}`, or by dotted keys `**{"data.alpha": 0.1}`.
+    Prints a line per round unless `quiet`. `on_round` is called after every round is stored; an exception from it
+    interrupts the run and is raised here.
 
     Raises, with the line that the command prints: ValueError where the command exits with 2, before anything is
     written; RunFailedError if the run fails or cannot go on; KeyboardInterrupt if it is interrupted.
@@ -93,7 +93,7 @@ def run(
                 with _in_one_line(config.results):
                     end = launch(config, view)
             finally:
-                torch.set_num_threads(threads)  # a serial run sets that of this process
+                torch.set_num_threads(threads)  # a serial run changes this process's number
             if end.kind == "refused":
                 raise ValueError(how_it_ended(end, config.results))
         if view.error is not None:
@@ -119,14 +119,14 @@ def ablate(
 ) -> "Ablation":
     """Runs a preset over values and seeds, as `fedloom ablate` does, and returns the ablation.
 
-    `over` has for each varied key its values, `{"data.alpha": [0.1, 1.0]}`, or settings by name that change several
-    keys, `{"rule": {"none": {}, "prox": {"method.train.local_rule": "fedprox"}}}`, or for a random search a range,
-    `{"method.train.lr": {"log_uniform": [0.01, 1]}}` with `ablation={"search": {"kind": "random"}}`. Or `ablation`
-    names a preset or YAML file that says so; as a dictionary it has further keys `ablation.*`, such as `figures`. Other
-    values are those of `run`, for all trials. Without actors (`executor={"kind": "serial"}`) trials run one after the
-    other in this process, otherwise as many at once as fit.
+    `over` maps each varied key to its values, `{"data.alpha": [0.1, 1.0]}`, an axis to named settings of several keys,
+    `{"rule": {"none": {}, "prox": {"method.train.local_rule": "fedprox"}}}`, or for a random search a key to a range,
+    `{"method.train.lr": {"log_uniform": [0.01, 1]}}` with `ablation={"search": {"kind": "random"}}`. Instead of `over`,
+    `ablation` may name a preset or a YAML file; as a dictionary it has further keys `ablation.*`, such as `figures`.
+    `changes` are those of `run`, for all trials. Without actors (`executor={"kind": "serial"}`), trials run one after
+    the other in this process, otherwise as many at once as fit.
 
-    Raises ValueError, RunFailedError and KeyboardInterrupt as `run` does; the latter two with what continues it.
+    Raises ValueError, RunFailedError and KeyboardInterrupt as `run` does; the latter two say how to continue.
     """
     for key in ("seed", "name"):
         if key in changes:
@@ -166,7 +166,7 @@ def _definition(
     seeds: Sequence[int] | None,
     ablation: str | Path | Mapping[str, Any] | None,
 ) -> tuple[str, AblationConfig, str]:
-    """The name and definition of an ablation, and what errors call it."""
+    """The name and definition of an ablation, and the text by which error messages refer to it."""
     if seeds is not None and (isinstance(seeds, str) or not isinstance(seeds, Iterable)):
         raise ValueError(f"seeds={shown(seeds, repr)}: give a list, such as [1, 2, 3]")
     if isinstance(ablation, str | Path):
@@ -204,9 +204,9 @@ def _axis(names: Names, key: str, values: Any) -> tuple[str, dict[str, Any]]:
 
 
 def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
-    """Starts a run in a process of its own, where it goes on also after this one, and returns as soon as it has begun.
+    """Starts a run in a separate process that may outlive this one, and returns as soon as the run has begun.
 
-    Values are those of `run`. Raises ValueError or RunFailedError for a run that does not begin.
+    `changes` are those of `run`. Raises ValueError or RunFailedError for a run that does not begin.
     """
     lines: deque[str] = deque(maxlen=MOST_LINES)
     with _composed(experiment, changes) as (overrides, config):
@@ -217,7 +217,7 @@ def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # Code of one's own is imported from where this process imports it.
+            # The process imports the user's own code from the same folders as this one.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)},
         )
         assert process.stdout is not None, "it is a pipe"
@@ -231,7 +231,7 @@ def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
         except KeyboardInterrupt:
             process.terminate()
             raise
-    # What the process prints is read until its end, so that it never waits for a reader.
+    # Reads the process's output until its end, so that the process never waits for a reader.
     reader = threading.Thread(target=lines.extend, args=[process.stdout], daemon=True)
     reader.start()
     return StartedRun(line.split()[1], config.results, process, lines, reader, time.monotonic())
@@ -239,7 +239,7 @@ def start(experiment: str | None = None, /, **changes: Any) -> "StartedRun":
 
 @contextmanager
 def _composed(experiment: str | None, changes: Mapping[str, Any]) -> Iterator[tuple[list[str], RunConfig]]:
-    """The overrides and the configuration; if the block refuses it, by ValueError, nothing of it is left."""
+    """The overrides and the configuration; if the block raises ValueError, the files written for them are removed."""
     if experiment is None and not changes:
         raise ValueError('give a preset, such as fl.run("fedavg_digits"), or values of a configuration')
     preset = [] if experiment is None else [f"experiment={experiment}"]
@@ -254,7 +254,7 @@ def _composed(experiment: str | None, changes: Mapping[str, Any]) -> Iterator[tu
 
 
 def _complaint(lines: Iterable[str]) -> str:
-    """The last line that the command wrote about itself."""
+    """The last message that the command printed about itself (`fedloom: ...`); a fixed text if there is none."""
     complaints = [line.removeprefix("fedloom: ").strip() for line in lines if line.startswith("fedloom: ")]
     return complaints[-1] if complaints else "the run's process has ended without a word: it was killed"
 
@@ -278,7 +278,7 @@ class _View(RunView):
 
 @contextmanager
 def _in_one_line(results: str = ".") -> Iterator[None]:
-    """Errors for which the command prints one line are raised with this line."""
+    """Raises errors that the command explains in one line again, with this line as their message."""
     try:
         with blaming_own(), naming(results):
             yield
@@ -294,7 +294,7 @@ def _error(exit_code: int, line: str) -> Exception:
 
 
 def overrides_of(changes: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Nested or dotted configuration values as `key=value`."""
+    """Nested or dotted configuration values as overrides `key=value`."""
     texts: list[str] = []
     for name, value in changes.items():
         key = f"{prefix}{name}"
@@ -308,7 +308,7 @@ def overrides_of(changes: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """The value without the types of numpy and pathlib."""
+    """The value with plain Python types in place of those of numpy and pathlib."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, os.PathLike):
@@ -318,14 +318,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and what it has recorded so far: everything is read from its files when it is asked for."""
+    """A run and its records so far; every property is read from the run's files at each access."""
 
     id: str
     results: str
 
     @property
     def status(self) -> str:
-        """How the run stands: running, stalled, dead, done, failed or interrupted."""
+        """The state of the run: running, stalled, dead, done, failed or interrupted."""
         return read_status(self._paths().status).state
 
     @property
@@ -359,14 +359,14 @@ class Run:
     ) -> torch.nn.Module:
         """The model of a tier, or the run's only one, with its weights and in evaluation mode, on the CPU.
 
-        The choices are those of `fedloom export`. Raises ValueError that lists the run's models if it has no such one.
+        The arguments choose as in `fedloom export`. Raises ValueError, which lists the run's models, if none matches.
         """
         from fedloom.experiments.export.export import module_of
         from fedloom.experiments.export.selection import Wanted
 
         try:
             return module_of(self._paths(tensors=True), Wanted(tier, target, architecture, model))
-        except ValueError as error:  # which names the command's options
+        except ValueError as error:  # its message names the command's options
             raise ValueError(re.sub(r"--(tier|target|architecture|model)\b", r"\1", str(error))) from error
 
     def report(self, out: str | Path | None = None) -> "ReportFiles":
@@ -384,7 +384,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Ablation:
-    """An ablation, and what its trials have recorded so far; its id tells `fedloom report` and `ablate --resume`."""
+    """An ablation and its trials' records so far; `fedloom report` and `fedloom ablate --resume` take its id."""
 
     id: str
     results: str
@@ -426,10 +426,11 @@ class Ablation:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
-    `state` and `message` are those of the status; rounds are the stage's. `fraction` is the share of the whole run's
-    time that is over, or while nobody knows how long it takes of the stage's rounds; `left_s` is then None.
+    `state` and `message` are those of the status; `round` and `rounds_total` are those of the current stage.
+    `fraction` is the elapsed share of the whole run's time or, while that time is unknown and `left_s` is None, the
+    finished share of the stage's rounds.
     """
 
     state: str
@@ -443,7 +444,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StartedRun(Run):
-    """A run in a process of its own."""
+    """A run in a separate process."""
 
     _process: "subprocess.Popen[str]" = field(repr=False, compare=False)
     _lines: deque[str] = field(repr=False, compare=False)
@@ -452,7 +453,7 @@ class StartedRun(Run):
 
     @property
     def progress(self) -> Progress:
-        """How the run stands now."""
+        """The run's current progress."""
         status = read_status(self._paths().status)
         left_s = 0.0 if status.state == "done" else status.left_s if status.left_s >= 0 else None
         over_s = time.monotonic() - self._began_s
@@ -464,7 +465,7 @@ class StartedRun(Run):
         )
 
     def wait(self, timeout_s: float | None = None) -> Run:
-        """The run when it has ended; RunFailedError as in `run`, TimeoutError if it goes on after `timeout_s`."""
+        """Waits for the run's end; RunFailedError as in `run`, TimeoutError if it still runs after `timeout_s`."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -483,7 +484,7 @@ class StartedRun(Run):
 def load(results: str | Path = "results", runs: Sequence[str] | None = None) -> list[Run]:
     """The runs in a folder or at a URL, the earliest first: all, or those with these ids, names or tags.
 
-    Runs of one second are in no order. Raises ValueError for an unknown run, and if there are none.
+    Runs of the same second are in no particular order. Raises ValueError for an unknown run, and if there are none.
     """
     return [Run(paths.run_id, str(results)) for paths in paths_of(results, runs)]
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class RunView:
-    """Shows a run: on a terminal as a view of fixed height below what is printed, elsewhere as a line per round.
+    """Shows a run: on a terminal as a view of fixed height below the printed lines, elsewhere as a line per round.
 
-    It is used in a `with` block, which leaves the terminal as it would be without a view, in every case.
+    Used in a `with` block, which always restores the terminal, even after errors.
     """
 
     def __init__(self, as_json: bool = False) -> None:
@@ -45,7 +45,7 @@ class RunView:
             self._area.start()
 
     def doing(self, what: str) -> None:
-        """Says what is being started; files and pipes get results alone."""
+        """Says on a terminal what is being started; files and pipes get only results."""
         if self._progress is not None and self._area is not None:
             self._progress.doing(what)
             self._area.refresh()  # at once: importing torch leaves little time to other threads
@@ -53,7 +53,7 @@ class RunView:
             self.console.print(what)
 
     def stages(self, names: Sequence[str]) -> None:
-        """Gets the names of the run's stages, which are bars on a terminal."""
+        """Sets the names of the run's stages, which are shown as bars on a terminal."""
         if self._progress is not None:
             self._progress.stages(names)
 
@@ -94,7 +94,7 @@ class RunView:
         self.console.print(message)
 
     def finished(self, run_id: str, results: str | Path, renamed: "Names | None" = None) -> None:
-        """Prints that a run was done already, and its new names if it got any, or the JSON object of its end."""
+        """Prints that the run was already done, and its new names if any, or the JSON object of its end."""
         if self.as_json:
             _write_end(run_id, "done", "it was done already", _summary(_brought(results, run_id), run_id))
         else:
@@ -109,7 +109,7 @@ class RunView:
             summary = _summary(_brought(results, end.run_id), end.run_id) if end.kind == "done" else {}
             _write_end(end.run_id, end.kind, end.message, summary)
         elif end.kind == "done":
-            from fedloom.experiments.report.runs import summary_table  # a run begins without what its end needs
+            from fedloom.experiments.report.runs import summary_table  # not needed until a run ends
 
             table = summary_table(_brought(results, end.run_id), end.run_id)  # the view goes on while it is read
             self._close(end.kind)
@@ -121,7 +121,7 @@ class RunView:
                 self.console.print(f"finished: {end.run_id}; plots and page: {report}")
             else:
                 self.console.print("plots and page:")
-                self.console.print(f"  {report}", soft_wrap=True)  # in one piece, to be copied
+                self.console.print(f"  {report}", soft_wrap=True)  # unwrapped, so that it can be copied
         else:
             self._close(end.kind)
             complain(how_it_ended(end, results))
@@ -150,7 +150,7 @@ def _write_end(run_id: str, kind: str, message: str, summary: Mapping[str, Any])
 
 
 def _summary(results: Path, run_id: str) -> dict[str, Any]:
-    from fedloom.experiments.report.runs import report_json  # a run begins without what its end needs
+    from fedloom.experiments.report.runs import report_json  # not needed until a run ends
 
     return report_json(results, [run_id])
 
@@ -172,7 +172,7 @@ def show_report(files: "ReportFiles", table: RenderableType, figures: dict[str, 
 
 KINDS = {"int": "int", "float": "float", "str": "text", "bool": "bool", "time": "time (UTC)"}
 NARROWEST = 30
-"""Characters of a meaning's line, however narrow the terminal is."""
+"""Minimum characters per line of a column's meaning, however narrow the terminal is."""
 
 
 def described_tables(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -17,14 +17,14 @@ from fedloom.platform.results.paths import Names, RunPaths, find_runs, list_runs
 from fedloom.platform.results.status import Status, read_status
 
 LEAST_MESSAGE = 24
-"""Characters of a message that fit beside a run; with less room the message stands below it."""
+"""Minimum characters of room for a message beside its run; with less, the message goes below the run."""
 
 BELOW = "    "
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run with its names and its status, or why that cannot be read."""
+    """A run with its names and its status, or the error with which the status cannot be read."""
 
     run_id: str
     names: Names
@@ -41,7 +41,7 @@ class ListedRun:
         return "; ".join(part for part in (said, where) if part)
 
     def as_dict(self) -> dict[str, Any]:
-        """All that is known, by name."""
+        """The run's id, names and status in one flat mapping; state `unknown` if the status cannot be read."""
         known = {"run_id": self.run_id, **asdict(self.names)}
         if isinstance(self.status, ValueError):
             nothing = dict.fromkeys(field.name for field in fields(Status))
@@ -55,9 +55,9 @@ def round_of(status: Status) -> str:
 
 
 def run_lines(runs: Sequence[ListedRun], width: int | None, *, whole: bool) -> list[str]:
-    """A line of heads and a line per run, as wide as they have to be: only messages are cut to the terminal's width.
+    """A header line and a line per run, as wide as necessary: only messages are cut to the terminal's width.
 
-    Without a width (a pipe, a file) nothing is cut, and every run is one line; neither is a message if it is `whole`.
+    Without a width (a pipe, a file) nothing is cut, and every run takes one line; with `whole`, no message is cut.
     """
     rows = [("run", "name", "tags", "state", "stage", "round")]
     for run in runs:
@@ -99,11 +99,11 @@ LONGEST_MESSAGE = 70
 
 
 def show_status(results: Path, words: Sequence[str], *, as_json: bool, everything: bool = False) -> None:
-    """Prints one line per run, and one per trial of every ablation, of those that are named.
+    """Prints one line per run that the words name, and one per trial of every ablation that they name.
 
-    They are named by an id, its beginning, a run's name or a tag. Without names it prints one line per ablation and per
-    run outside ablations: of the newest `MOST` of each, or of all with `everything`. It reads the status files and the
-    names of what it shows. Raises ValueError for a name that does not exist.
+    A word is an id, its beginning, a run's name or a tag. Without words, prints one line per ablation and one per run
+    outside ablations: the newest `MOST` of each, or all with `everything`. Reads only the status files and the names
+    of what it shows. Raises ValueError for a word that names nothing.
     """
     if words:
         _show_named(results, words, as_json)
@@ -116,7 +116,7 @@ def _show_named(results: Path, words: Sequence[str], as_json: bool) -> None:
     ablations = [ablation for ablation in by_word.values() if ablation is not None]
     paths = [paths for word, ablation in by_word.items() if ablation is None for paths in find_runs(results, word)]
     if len(words) == 1 and len(paths) == 1:
-        read_status(paths[0].status)  # of the only one, a status that cannot be read is an error
+        read_status(paths[0].status)  # an unreadable status is an error if only one run is named
     runs = [_listed(each) for each in dict.fromkeys(paths)]
     if as_json:
         values = [_ablation_as_dict(results, ablation) for ablation in ablations]
@@ -131,7 +131,7 @@ def _show_named(results: Path, words: Sequence[str], as_json: bool) -> None:
 def _show_newest(results: Path, newest: slice, as_json: bool) -> None:
     ablations = ablation_ids(results)
     known = set(ablations)
-    # The id of a trial is that of its ablation with its number.
+    # A trial's id is its ablation's id followed by the trial's number.
     outside = [paths for paths in list_runs(results) if paths.run_id.rpartition("-")[0] not in known]
     states = {name: _driver_status(results, name) for name in ablations[newest]}
     runs = [_listed(paths) for paths in outside[newest]]
@@ -152,7 +152,7 @@ def _show_newest(results: Path, newest: slice, as_json: bool) -> None:
 
 
 def _listed(paths: RunPaths) -> ListedRun:
-    """The run; if its status cannot be read, it is listed all the same, as unknown."""
+    """The run with its names and status; a run whose status cannot be read is listed as unknown."""
     try:
         status: Status | ValueError = read_status(paths.status)
     except ValueError as error:
@@ -169,7 +169,7 @@ def _print_runs(screen: Console, runs: Sequence[ListedRun], *, whole: bool) -> N
 
 
 DriverStatus = Status | ValueError | None
-"""What an ablation's driver wrote about it last, or why it cannot be read; None if it was killed before that."""
+"""The last status that an ablation's driver wrote, or why it cannot be read; None if it was killed before the first."""
 
 
 def _driver_status(results: Path, ablation_id: str) -> DriverStatus:
@@ -187,7 +187,7 @@ def _state_of(status: DriverStatus) -> str:
 
 
 def _progress_line(ablation_id: str, status: DriverStatus) -> str:
-    """How far an ablation is, as its driver wrote it: the trials, which may be many, are not looked at."""
+    """The progress of an ablation as its driver recorded it; the trials, which may be many, are not read."""
     if status is None:
         return f"ablation {ablation_id} {_state_of(status)}: no trial was begun"
     if isinstance(status, ValueError):
@@ -246,7 +246,7 @@ def clean_leftovers(*, as_json: bool) -> None:
 
 
 def hint_at_leftovers() -> None:
-    """Says on standard error if there are such processes."""
+    """Says on standard error if dead runs left processes on this machine."""
     left = [process for record in left_over(records_folder()) for process in record.processes]
     if left:
         number = "1 process" if len(left) == 1 else f"{len(left)} processes"

@@ -116,7 +116,7 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
         _, ablation = load_ablation_config(ablation_name, [o for o in overrides if o.startswith(PREFIX)])
         rest = [o for o in overrides if not o.startswith((PREFIX, ABLATION))]
         config = compose_config([*rest, *ablation.overrides])
-        if ablation_name.endswith((".yaml", ".yml")):  # its definition is shipped, and lies in the job's folder then
+        if ablation_name.endswith((".yaml", ".yml")):  # ships the definition; the job finds it in its folder
             file = Path(ablation_name)
             include = [*include, file]
             sent = [f"{ABLATION}{target_of(file)}" if o == f"{ABLATION}{ablation_name}" else o for o in overrides]
@@ -142,7 +142,7 @@ def entry_point(command: str, overrides: Sequence[str]) -> str:
 
 
 def parse_environment(texts: Sequence[str]) -> dict[str, str]:
-    """Parses texts `NAME=VALUE`, and `NAME` of a variable of this process, which no list of processes shows.
+    """Parses `NAME=VALUE`, or `NAME` for a variable of this process, whose value then shows in no list of processes.
 
     Raises ValueError for other texts, for a `NAME` that is not set here, and for the cluster's token, because other
     users can read a job's variables.

@@ -23,7 +23,7 @@ from fedloom.platform.runs.source_code import check_code_places
 
 @dataclass(frozen=True)
 class Verified:
-    """What is wrong with a run's files (a line per problem), and what else is to know about them."""
+    """The problems of a run's files, a line each, and remarks, such as on what could not be checked."""
 
     run_id: str
     problems: tuple[str, ...]
@@ -31,12 +31,12 @@ class Verified:
 
     @property
     def whole(self) -> bool:
-        """Whether all is what fedloom wrote."""
+        """Whether no problem was found."""
         return not self.problems
 
 
 def verified(paths: RunPaths) -> Verified:
-    """Checks a run's files, its models, rows and prepared data against what was recorded of them; changes nothing."""
+    """Checks a run's files, models, rows and prepared data against what was recorded about them; changes nothing."""
     lines: list[str] = []
     unchecked: list[str] = []
     for check in (problems, _checkpoint, _end, _models, _names, partial(_inputs, unchecked=unchecked)):
@@ -101,15 +101,15 @@ def _names(paths: RunPaths) -> list[str]:
 
 
 def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
-    """Compares data and input files with what the run recorded; says in `unchecked` what is not on this machine.
+    """Compares data and input files with what the run recorded; adds to `unchecked` what is not on this machine.
 
-    Reads all of the run's prepared data, if its cache is here.
+    Reads all of the run's prepared data if its cache is on this machine.
     """
     try:
         config = placed_here(read_json(paths.config))
         data = DataConfig(**config["data"])
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # a run of an earlier version, or one whose manifest tells
+        return []  # a run of an earlier version, or a damaged file that the manifest check reports
     check_code_places([config], paths.root)
     recorded = recorded_inputs(paths)
     if "partition_hash" not in recorded:
@@ -126,7 +126,7 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     except ValueError as error:  # the originals, or the code that reads them, are elsewhere
         unchecked.append(f"its data was not compared: {error}")
         return changed
-    # With feature skew the run began with a copy of the data set, which names its original.
+    # With feature skew, the run uses a skewed copy of the data set, which records its original.
     is_skewed = (data.noise, data.rotation) != (None, None)
     original = original_of(prepared) if is_skewed and prepared is not None else recorded.get("dataset_hash")
     if prepared is None and (is_skewed or not folder.is_dir() or "dataset_hash" not in recorded):
@@ -141,7 +141,7 @@ def _as_overrides(names: Names) -> str:
 
 
 def show_verified(runs: list[Verified], *, as_json: bool) -> None:
-    """Prints a line per problem, and one per whole run; or one JSON object."""
+    """Prints a line per problem and a verdict line per run, or one JSON object."""
     if as_json:
         write_json({"runs": [{**asdict(run), "whole": run.whole} for run in runs]})
         return

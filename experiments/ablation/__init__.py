@@ -1,1 +1,1 @@
-"""Ablations: a grid or a random search over configuration values and seeds, run by Ray Tune."""
+"""Ablations: a grid, random or Bayesian search over configuration values and seeds, with Ray Tune or in process."""

@@ -1,7 +1,7 @@
 """Bayesian search over the axes of an ablation: the next points, by Optuna's sampler through Ray Tune's searcher.
 
-Points come in batches. Those of a batch depend on the seed, on the number of points before it, and on what these have
-reached, and on nothing else: a search that is stopped and resumed suggests what it would have suggested.
+Points come in batches. A batch depends only on the seed and on the number and the results of the points before it, so
+that a resumed search suggests the same points as one that was not stopped.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from fedloom.platform.seeding import stream
 OBJECTIVE = "validation_accuracy"
 """The column of `analysis.outcomes` that is maximised: never test data."""
 MOST_REPEATS = 50
-"""Suggestions per point that may repeat an earlier point, which is not run again."""
+"""Maximum suggestions per new point; one that repeats an earlier point is not run again."""
 
 
 def check_optuna() -> None:
@@ -33,7 +33,7 @@ def check_optuna() -> None:
 class Known:
     """A point that was tried: the value or the setting's name by axis, and its objective.
 
-    Without an objective it failed, or it `was_stopped` early by a scheduler.
+    The objective is None if the point failed, or `was_stopped` early by a scheduler.
     """
 
     setting: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Known:
 
 
 def suggested(axes: Mapping[str, AxisConfig], seed: int, known: Sequence[Known], count: int) -> list[dict[str, Any]]:
-    """At most `count` new points: the value, or the setting's name, by axis; fewer if the axes have no more."""
+    """At most `count` new points, each a value or a setting's name by axis; fewer if the axes are exhausted."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # read when Tune is imported
     import optuna
     from ray.tune.search.optuna import OptunaSearch
@@ -56,7 +56,7 @@ def suggested(axes: Mapping[str, AxisConfig], seed: int, known: Sequence[Known],
     for tried in known:
         parameters = {name: _coded(axes[name], value) for name, value in tried.setting.items()}
         failed = tried.objective is None and not tried.was_stopped
-        value = cast(float, tried.objective)  # what failed or was stopped has none, which Ray's annotation omits
+        value = cast(float, tried.objective)  # None if it failed or was stopped, which Ray's annotation omits
         searcher.add_evaluated_point(parameters, value, error=failed, pruned=tried.was_stopped)
         reached[json.dumps(parameters)] = tried.objective
     new: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ def suggested(axes: Mapping[str, AxisConfig], seed: int, known: Sequence[Known],
         point = {name: _value(axis, suggestion[name]) for name, axis in axes.items()}
         text = json.dumps({name: _coded(axes[name], value) for name, value in point.items()})
         if text in reached:
-            if (objective := reached[text]) is not None:  # that of a point of this batch is not known yet
+            if (objective := reached[text]) is not None:  # None for a point of this batch, which has not run
                 searcher.on_trial_complete(str(number), {OBJECTIVE: objective})
             continue
         reached[text] = None
@@ -87,12 +87,12 @@ def _distribution(axis: AxisConfig) -> Any:
 
 
 def _coded(axis: AxisConfig, value: Any) -> Any:
-    """The value as Optuna has it: choices are text."""
+    """The value as Optuna represents it: choices become JSON text."""
     return json.dumps(value) if axis.values or axis.settings else value
 
 
 def _value(axis: AxisConfig, suggestion: Any) -> Any:
-    """The value of a suggestion; of a range of real numbers with four significant digits, as in a random search."""
+    """The value of a suggestion; real numbers are rounded to four significant digits, as in a random search."""
     if axis.values or axis.settings:
         return json.loads(suggestion)
     limits = axis.uniform or axis.log_uniform
@@ -132,7 +132,7 @@ def known_points(root: Path, ablation: Ablation) -> list[Known]:
 
 
 def _by_point(ablation: Ablation) -> Iterator[Sequence[Any]]:
-    """The trials of every point: one per seed, one after the other."""
+    """The trials of each point, which are consecutive, one per seed."""
     seeds = len(ablation.seeds)
     for begin in range(0, len(ablation.trials), seeds):
         yield ablation.trials[begin : begin + seeds]

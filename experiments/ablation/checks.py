@@ -66,7 +66,7 @@ def checked_trials(
 ) -> list[Checked]:
     """Checks the trials and computes their resources, for at most `concurrent` trials at the same time.
 
-    `beside` are the trials to which they will be compared: those that have begun must have begun with the same data.
+    `beside` are the trials that they will be compared with: those that have begun must have used the same data.
     Raises ValueError that names the trial. Missing resources are reported first, since that check needs no data.
     """
     at_once = min(len(trials), concurrent or len(trials))
@@ -78,7 +78,7 @@ def checked_trials(
     for trial in first_by_size.values():
         config = config_from_dict(trial.config)
         if config.executor.resident and config.data.num_clients is None:
-            continue  # the data tells the number of clients
+            continue  # the number of clients is known only from the data
         try:
             bundles_of_trial(config, _tiers(config), config.data.num_clients or 1, cluster, at_once)
         except ValueError as error:
@@ -101,9 +101,9 @@ def checked_trials(
 
 
 def _by_world(trials: Sequence[Trial]) -> Iterable[Sequence[tuple[int, RunConfig]]]:
-    """The trials' positions and configurations, together those that differ in nothing that a world is built from.
+    """The trials' positions and configurations, grouped by everything that a world is built from.
 
-    Seeds change from one trial to the next, so that consecutive trials hardly ever share a world.
+    Consecutive trials have different seeds and therefore hardly ever share a world.
     """
     groups: dict[str, list[tuple[int, RunConfig]]] = {}
     for position, trial in enumerate(trials):
@@ -123,7 +123,7 @@ def _tiers(config: RunConfig) -> tuple[Tier, ...]:
 
 
 def _world(config: RunConfig, spaces: dict[str, World]) -> World:
-    """The configuration's world; `spaces` holds an earlier world of each space, whose measured costs are used again."""
+    """The configuration's world; `spaces` caches an earlier world of each space, whose measured costs are reused."""
     budgets = [config.tiers.cost, config.tiers.cost_weights, config.tiers.unsupported]
     key = json.dumps([asdict(config.space), budgets])
     before = spaces.get(key)
@@ -170,9 +170,9 @@ def bundles_of_trial(
 ) -> Bundles:
     """One bundle per client actor of a trial; the trial's server reserves no CPU.
 
-    Without `executor.actors` the number of actors is such that all `trials` fit at once, but at least one (one for each
-    size if tiers have GPU shares). A serial trial has its threads, and a GPU to itself if any tier has a share. Raises
-    ValueError that says what is missing if the cluster cannot hold the trial.
+    Without `executor.actors`, there are as many actors as let all `trials` fit at once, but at least one (one for each
+    actor size if tiers have GPU shares). A serial trial gets a CPU per thread, and a whole GPU if any tier has a share.
+    Raises ValueError, which says what is missing, if the cluster cannot hold the trial.
     """
     if config.executor.kind == "serial":
         whole_gpu = {"GPU": 1.0} if any(t.num_gpus for t in tiers) and not config.dry_run else {}
@@ -186,13 +186,13 @@ def bundles_of_trial(
 def _groups(
     config: RunConfig, tiers: Sequence[Tier], num_clients: int, cluster: Cluster, trials: int
 ) -> list[ActorGroup]:
-    """The pools of a trial, as large as all trials at once can have them, or the smallest possible ones."""
+    """A trial's actor groups, as large as possible with all trials running at once, else the smallest possible ones."""
     executor, rooms = config.executor, cluster.nodes
     if executor.resident:
         least_cpus = max(tier.num_cpus for tier in tiers) * (executor.actors or 1)
         at_once = math.floor(cluster.total("CPU") / least_cpus + EPSILON)
         return [resident_group(executor, tiers, rooms, num_clients, max(1, min(trials, at_once)))]
-    for runs in (trials, 1) if executor.actors is not None else (trials,):  # a given number need not be split evenly
+    for runs in (trials, 1) if executor.actors is not None else (trials,):  # a given number may fit only one at a time
         with suppress(ValueError):
             return plan_groups(executor, tiers, rooms, runs)
     return least_groups(executor, tiers)

@@ -103,7 +103,7 @@ def _show_end(end: AblationEnd, results: str | Path, as_json: bool) -> None:
     if end.kind == "done":
         report, said = f"fedloom report {end.ablation_id}{where(results)}", counted(end.states)
         if is_live(console()):
-            console().print(f"finished: {said}; tables, figures and page:\n  {report}")  # in one piece, to be copied
+            console().print(f"finished: {said}; tables, figures and page:\n  {report}")  # unwrapped, to be copied
         else:
             console().print(f"finished: {end.ablation_id} ({said}); tables, figures and page: {report}")
         return
@@ -122,7 +122,7 @@ def complaints(end: AblationEnd, results: str | Path) -> list[str]:
 
 
 def run_here(ablation: Ablation, results: str, *, quiet: bool) -> AblationEnd:
-    """Runs a new ablation for a caller in Python: without actors in this process, otherwise on Ray; shows its trials.
+    """Runs a new ablation for the Python API and shows its trials: in this process if none has actors, else on Ray.
 
     Raises ValueError as `start_ablation` does, and RunFailedError if the cluster is lost.
     """
@@ -142,9 +142,9 @@ def run_here(ablation: Ablation, results: str, *, quiet: bool) -> AblationEnd:
 
 
 MOST_FAILED = 10
-"""Failed trials that are named at the end."""
+"""Maximum number of failed trials that are named at the end."""
 WORDS = {"infrastructure": "incomplete"}
-"""Words for kinds of ends that are unclear in a sentence."""
+"""Replacements for kinds of ends that would be unclear in a sentence."""
 
 
 def _what_to_do(ablation_id: str, results: str | Path, kind: str = "interrupted") -> str:

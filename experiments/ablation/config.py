@@ -58,8 +58,8 @@ class AxisConfig:
 class SearchConfig:
     """How points of the axes are chosen.
 
-    `grid` takes all combinations, `random` draws `samples` points from `seed`, and `bayesian` suggests so many, `batch`
-    at a time, by what earlier ones have reached on validation data (Optuna's tree-structured Parzen estimator,
+    `grid` takes all combinations, `random` draws `samples` points from `seed`, and `bayesian` suggests `samples`
+    points, `batch` at a time, from the validation accuracy of earlier ones (Optuna's tree-structured Parzen estimator,
     Bergstra et al. 2011).
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
@@ -33,14 +33,11 @@ from fedloom.platform.results.copies import check_results, fetch
 from fedloom.platform.runs.run import Resume, RunIdentity
 from fedloom.platform.runs.supernets import stored_supernet
 
-if TYPE_CHECKING:
-    pass
-
 QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # fedloom's tables hold the same values
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # the plan and the files of the runs hold Tune's state
+    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # the plan and the runs' files replace Tune's own state
     "TUNE_WARN_THRESHOLD_S": "30",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "20",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -76,7 +73,7 @@ def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) 
 
 
 def _searched(ablation: Ablation, place: ResultsPlace, view: AblationView, how: Resume) -> AblationEnd:
-    """Goes on with the batches of a Bayesian search, until it has all of its points or is interrupted."""
+    """Runs the further batches of a Bayesian search, until it has all of its points or is interrupted."""
     end = _end(ablation, place.root)
     longer = next_batch(place.root, ablation) if end.kind in ("done", "failed") else None
     if longer is None:
@@ -152,7 +149,7 @@ def _again(
         with RunningAblation(ablation, place, indices, take_over=how.take_over):
             return _end(ablation, place.root)
     with _checked(ablation, place, indices, is_connected=is_connected) as checked:
-        check_idle(ablation, place.root)  # again, as another driver may have started while Ray did
+        check_idle(ablation, place.root)  # again: another driver may have started while Ray was starting
         with RunningAblation(ablation, place, indices, take_over=how.take_over) as running:
             wait_for_earlier_processes(place.root, [ablation.trials[i] for i in indices])
             _tune(ablation, place, checked, TrialEvents(view, running), how)
@@ -163,7 +160,7 @@ def _again(
 def _checked(
     ablation: Ablation, place: ResultsPlace, indices: Sequence[int], *, is_connected: bool = False
 ) -> Iterator[list[Checked]]:
-    """Checks the trials of these indices and connects to the cluster for the duration of the block, if it is not."""
+    """Checks the trials of these indices and, unless `is_connected`, connects to the cluster within the block."""
     chosen = [ablation.trials[i] for i in indices]
     ray_config = config_from_dict(ablation.trials[0].config).ray
     starts_ray = is_own(ablation)

@@ -42,7 +42,7 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of the axes: the name of the value by axis, and the changed configuration keys."""
+    """One combination of the axes: a value or setting name by axis, and the changed configuration keys."""
 
     setting: Mapping[str, Any]
     changes: Changes
@@ -64,8 +64,8 @@ def plan_of(
 ) -> Ablation:
     """Plans an ablation of this definition without writing files; `common` are further overrides of all its trials.
 
-    `named` is what errors call it, such as ablation=alpha; it gets a new id unless one is fixed. Raises ValueError like
-    `plan_ablation`.
+    Error messages call it `named`, such as ablation=alpha; it gets a new id unless `ablation_id` is given. Raises
+    ValueError like `plan_ablation`.
     """
     chosen = [override.lstrip("+").partition("=")[0] for override in [*config.overrides, *common]]
     varied = [key for axis in config.axes.values() for key in (axis.key, *itertools.chain(*axis.settings.values()))]
@@ -119,9 +119,9 @@ def _plain_axes(config: AblationConfig) -> dict[str, Any]:
 
 
 def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
-    """The ablation with the next trials of its Bayesian search; None if it is none, has all its points, or is stuck.
+    """The ablation with the next batch of its Bayesian search; None without such a search, or if it is done or stuck.
 
-    What a resumed ablation runs differently holds for them, too. Raises ValueError like `known_points`.
+    New trials take keys that may change on resume from the first trial. Raises ValueError like `known_points`.
     """
     if not ablation.search:
         return None
@@ -148,7 +148,7 @@ def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
 
 
 def _with_free_keys(values: Changes, first: Changes, prefix: str = "") -> dict[str, Any]:
-    """A configuration with the values of another where they do not change results: folders, addresses, actors."""
+    """The configuration with the values of `first` for keys that do not change results: folders, addresses, actors."""
     return {
         name: _with_free_keys(value, first[name], f"{prefix}{name}.")
         if isinstance(value, Mapping) and not free_on_resume(f"{prefix}{name}") and isinstance(first.get(name), Mapping)
@@ -169,7 +169,7 @@ def _chosen(config: AblationConfig, setting: Changes) -> Point:
 
 
 def _base(named: str, overrides: Sequence[str], common: Sequence[str]) -> RunConfig:
-    """The configuration from which all trials differ.
+    """The base configuration, which every trial modifies.
 
     The error distinguishes mistakes in the ablation's overrides from mistakes in those of the command line.
     """
@@ -185,7 +185,7 @@ def _base(named: str, overrides: Sequence[str], common: Sequence[str]) -> RunCon
 def planned_ablation(root: Path, ablation_id: str, overrides: Sequence[str]) -> Ablation:
     """Loads a stored ablation and applies overrides that do not change results (`ray.*`, `executor.actors`, ...).
 
-    Its addresses and folders are this machine's, as those of a run that is resumed (see `placed_here`).
+    Addresses and folders are replaced by this machine's, as for a run that is resumed (see `placed_here`).
 
     Raises ValueError for an unknown or damaged plan, and for one that names code in the results folder.
     """
@@ -201,7 +201,7 @@ def planned_ablation(root: Path, ablation_id: str, overrides: Sequence[str]) -> 
 
 
 class _Changed:
-    """Applies overrides to stored configurations, once for all that agree in the sections that the overrides change."""
+    """Applies overrides to stored configurations; those that agree in all affected sections share the computation."""
 
     def __init__(self, overrides: Sequence[str]) -> None:
         self._overrides = overrides

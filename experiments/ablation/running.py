@@ -98,8 +98,8 @@ def check_idle(ablation: Ablation, root: Path) -> None:
 def wait_for_earlier_processes(root: Path, trials: Sequence[Trial]) -> None:
     """Waits for the trials' processes of an earlier driver, which end shortly after it.
 
-    Raises OwnedError, a ValueError that says who owns it, if one of this machine still runs after
-    `EARLIER_PROCESSES_S`; those of other machines are watched by the trials themselves.
+    Raises OwnedError, a ValueError that names the owner, if one on this machine still runs after
+    `EARLIER_PROCESSES_S`; the trials themselves check for processes on other machines.
     """
     end_s = time.monotonic() + EARLIER_PROCESSES_S
     for trial in trials:
@@ -119,7 +119,7 @@ class RunningAblation:
 
     Args:
         indices: the trials to run; their earlier ends are discarded.
-        take_over: whether a lease at the URL of the results is replaced, whoever has it.
+        take_over: whether to replace a lease at the URL of the results, whoever holds it.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class TrialActor(tune.Trainable):
         self._start(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Goes on with another trial in the same process, which saves its start; the last one has told its end."""
+        """Continues with another trial in this process, which saves starting one; the previous trial has ended."""
         self._run.join()
         self._start(new_config)
         return True
@@ -111,8 +111,8 @@ class RunThread:
     def news(self) -> dict[str, Any]:
         """The next result of the run, or the last one again if there is none within `STEP_S`.
 
-        The last result has `done` and tells how the run ended. Raises the error of a run that crashed, after which its
-        process cannot be used.
+        The last result has `done` and says how the run ended. Raises the error of a run that crashed, after which its
+        process cannot be reused.
         """
         try:
             self._last = self._news.get(timeout=STEP_S)
@@ -178,7 +178,7 @@ class RunThread:
 
 
 def _not_removed(paths: RunPaths) -> str:
-    """Removes a run that was killed during its first writes; if it has more than those, says why it stays."""
+    """Removes a run that was killed during its first writes; returns the reason if the run stays, else empty text."""
     try:
         check_run_unowned(paths)
     except OwnedError as error:

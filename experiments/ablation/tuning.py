@@ -73,8 +73,8 @@ def tune_trials(
             scheduler=_scheduler(scheduler),
             num_samples=len(work),
             max_concurrent_trials=concurrent,
-            # A trial that a scheduler stops may still be in a round; its process is not one to go on with, and neither
-            # is one that has imported code of the user's own, which may change and may keep what an earlier trial left.
+            # A process is not reused if its trial may still be in a round (stopped by a scheduler), or if it imported
+            # the user's own code, which may change and may keep state of an earlier trial.
             reuse_actors=scheduler["kind"] == "none" and not any(named_modules(w.job.config) for w in work),
         ),
         run_config=tune.RunConfig(

@@ -1,4 +1,4 @@
-"""Terminal output of an ablation: a view of fixed height with a line per trial, or a line per start and end of one."""
+"""Terminal output of an ablation: a view of fixed height with a line per trial, or a line when one starts or ends."""
 
 import threading
 import time
@@ -40,7 +40,7 @@ class Line:
         self.told_s = time.monotonic()
 
     def cell(self, name: str) -> str:
-        """Trial, setting, state, stage and round (at), loss, metric, or time."""
+        """The text of a column: trial, setting, state, at (stage and round), loss, metric or time."""
         shown = self.figures
         if name == "trial":
             return str(self.trial.index)
@@ -58,7 +58,7 @@ class Line:
         return f"{self.reached[name]:.4f}" if name in self.reached else ""
 
     def round(self, figures: Mapping[str, Any]) -> None:
-        """A finished round; the values of the evaluation are of the model that was evaluated last, and tell nothing."""
+        """Records a finished round; loss and metric of an evaluation are only the last model's and are not kept."""
         self.figures = figures
         if figures["stage"] != "evaluation":
             self.reached = figures
@@ -76,19 +76,19 @@ class Line:
 FIGURES = (("state", 8), ("at", 20), ("loss", 7), ("metric", 7), ("time", 8))
 """Columns of the view beside a trial's number and setting, and their widths."""
 NARROW = ("state", "metric", "time")
-"""Those of a terminal of less than `NARROW_WIDTH` columns."""
+"""Columns of the view on a terminal that is less than `NARROW_WIDTH` characters wide."""
 NARROW_WIDTH = 72
 
 
 def _urgency(line: Line) -> tuple[int, float]:
-    """Trials at work first, then those that ended last, then those that wait."""
+    """Sort key: running trials first, then those that ended, the latest first, then those that wait."""
     return _ORDER.get(line.state, 1), -line.ended_s
 
 
 class TerminalView:
     """Shows an ablation in the terminal; implements `running.AblationView`.
 
-    It is used in a `with` block, which leaves the terminal as it would be without a view, in every case.
+    Used in a `with` block, which always restores the terminal, even after errors.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -110,7 +110,7 @@ class TerminalView:
         self.close()
 
     def doing(self, what: str) -> None:
-        """Says what is being started, until the trials are planned; only in a view."""
+        """Sets what is being started, which the view shows until the trials are planned."""
         self._doing = what
 
     def planned(self, ablation: Ablation, states: Sequence[TrialState], at_once: int, to_run: int) -> None:
@@ -161,7 +161,7 @@ class TerminalView:
             self.console.print(line.text())
 
     def lines(self, width: int, height: int) -> list[Text]:
-        """How many trials have ended, as a bar, and a line per trial: of many, those at work, then the latest ended."""
+        """A bar of ended trials and a line per trial; if not all fit, running ones first, then the latest to end."""
         width = min(width, WIDEST)
         with self._lock:
             time_text = as_time(time.monotonic() - self._began_s)
@@ -187,6 +187,6 @@ class TerminalView:
 
 
 def _cell(name: str, text: str, size: int) -> str:
-    """A figure is read from the right, all else from the left."""
+    """The text in `size` characters, figures aligned to the right and all else to the left."""
     text = cut(text, size) if size else ""
     return text.rjust(size) if name in ("loss", "metric", "time") else text.ljust(size)

@@ -2,10 +2,10 @@
 
     python -m fedloom.experiments.benchmarks.activations
 
-They are counted, not measured: the bytes of the distinct storages that autograd saves, parameters and buffers left out.
-`published` is the network with every operator on its own, as its authors compute it; `here` shares what several
-operators of a node compute alike. `both` is two models at once, as the paper's turns hold them (Tab. 3: 4.18 GB for
-two, 2.14 GB for one); fedloom trains one after the other. Prints one JSON object on its last line.
+They are counted, not measured: the bytes of the distinct storages that autograd saves, without parameters and buffers.
+`published` is the network as its authors compute it, with every operator on its own; `here` computes only once what
+several operators of a node share. `both` holds two models at once, as in the paper's turns (Tab. 3: 4.18 GB for two,
+2.14 GB for one); fedloom trains one after the other. Prints one JSON object on its last line.
 """
 
 import json
@@ -53,7 +53,7 @@ def published(design: DartsDesign, models: int = 1, batch: int = BATCH) -> int:
 def here(design: DartsDesign, batch: int = BATCH) -> int:
     """Bytes saved by the network as fedloom trains it.
 
-    All of them but the norms' statistics are in proportion to the batch, so that two small batches tell those of any.
+    All but the norms' statistics are proportional to the batch size, so two small batches give the bytes of any batch.
     """
     network = DartsNetwork(design, _all(design)).train()
     one, two = (saved_bytes([network], torch.zeros(n, *design.input_shape)) for n in (1, 2))

@@ -1,8 +1,8 @@
-"""What aggregators that compare clients cost the server, in a round of a hundred clients of a million parameters.
+"""Server time of aggregators that compare clients, in a round of a hundred clients with a million parameters each.
 
     python -m fedloom.experiments.benchmarks.aggregators
 
-Prints one JSON object on its last line: seconds of one thread's processor time, the least of three.
+Prints one JSON object on its last line: CPU seconds of one thread, the minimum of three repeats.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""How soon `fedloom board` lists many runs and draws many curves, measured in a headless browser.
+"""The time that `fedloom board` takes to list many runs and draw many curves, measured in a headless browser.
 
     python -m fedloom.experiments.benchmarks.board [--runs 3000] [--curves 50] [--rounds 1000] [--folder FOLDER]
 
 Generates the results (unless FOLDER holds runs) from rows, without training, starts the board on them and opens it in
-the system's Chromium. Prints a table and one JSON object with all figures on the last line. `first_list_s` is from the
-opening of the page until all runs are listed, on a server that has just started and knows none of them; `list_s` the
-same on the next opening; `curves_s` from choosing the runs' curves until they are on the screen, the first time, when
-the server has read none of them; `curves_again_s` for another axis. The package `playwright` drives the browser.
+the system's Chromium. Prints a table and one JSON object with all figures on the last line. `first_list_s` is the time
+from opening the page until all runs are listed, on a server that has just started and knows none of them; `list_s` is
+the same on the next opening; `curves_s` is the time from choosing the runs' curves until they are on the screen, before
+the server has read any of them; `curves_again_s` is the same for another axis. The package `playwright` drives the
+browser.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from fedloom.platform.results.writer import RunWriter
 PRESETS = ("fedavg_digits", "fedoras_digits", "heterofl_digits", "superfednas_digits")
 LEARNING_RATES, ALPHAS = (0.01, 0.03, 0.1), (0.1, 1.0, 100.0)
 TEMPLATES = 60
-"""Runs that are written; all others are links to their tables, with a status and names of their own."""
+"""Runs whose tables are written; all others link to these tables and have a status and names of their own."""
 ENDS: Sequence[tuple[WrittenState, str]] = (
     ("done", ""),
     ("done", ""),
@@ -127,11 +128,11 @@ IDLE = """async () => {
   const { version } = await (await fetch("api/runs")).json();
   return (await (await fetch("api/runs?since=" + version)).text()).length;
 }"""
-"""Bytes of the answer to a page that has everything."""
+"""Bytes of the server's answer to a page that is up to date."""
 
 
 def measure(folder: Path, curves: int) -> dict[str, Any]:
-    """The figures of a folder of results, from a board and a browser that are started for it."""
+    """Starts a board on a results folder and a browser, and returns the figures."""
     from playwright.sync_api import sync_playwright
 
     runs = [paths.run_id for paths in list_runs(folder)]

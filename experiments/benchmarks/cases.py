@@ -144,7 +144,7 @@ class TinyCnn(nn.Module):
 
 
 class _Glorot(nn.Module):
-    """A layer whose weights begin as in Glorot and Bengio (2010), and its biases as torch's."""
+    """A layer with weights initialised as in Glorot and Bengio (2010), and biases as in torch."""
 
     weight: Tensor
 
@@ -153,7 +153,7 @@ class _Glorot(nn.Module):
         nn.init.xavier_uniform_(self.weight)
 
     def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
-        """The same from a generator."""
+        """The same initialisation, drawn from a generator."""
         weight = tensors_by_name["weight"]
         fill_uniform(tensors_by_name, math.prod(weight.shape[1:]), generator)
         nn.init.xavier_uniform_(weight, generator=generator)
@@ -222,13 +222,13 @@ def identity(x: torch.Tensor) -> torch.Tensor:
 
 
 def normalised(x_NCHW: npt.NDArray[Any], mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Images of bytes as floats, normalised."""
+    """Images of bytes (N, C, H, W) as normalised floats."""
     shift, scale = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
     return torch.from_numpy(x_NCHW.astype(np.float32)).div_(255).sub_(shift).div_(scale)
 
 
 def train_client(model: nn.Module, case: Case, x_NCHW: Tensor, y_N: Tensor) -> None:
-    """An epoch of a client."""
+    """Trains a client for one epoch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
     for index in torch.split(torch.randperm(len(y_N)), case.batch_size):
         optimizer.zero_grad()

@@ -5,10 +5,10 @@
 Client i's loss is a_i / 2 |x - b_i|^2 in each dimension, so that the optimum of the sum is known. Everything else is
 the platform's: local rules, SGD, weighted sums and server rules. Two problems:
 
-    drift   clients differ in curvature and minimum, all make 10 steps: FedAvg, FedProx end where the clients' drifts
-            balance; SCAFFOLD and FedDyn end at the optimum
-    steps   clients have the same curvature and make 1 to 32 steps: FedAvg ends at the minimum of those who make many;
-            FedNova near the optimum, the nearer the smaller the learning rate
+    drift   clients differ in curvature and minimum, and all make 10 steps: FedAvg and FedProx end where the clients'
+            drifts balance; SCAFFOLD and FedDyn end at the optimum
+    steps   clients have the same curvature and make 1 to 32 steps: FedAvg ends at the minimum of the clients that make
+            many steps; FedNova ends near the optimum, the nearer the smaller the learning rate
 
 Prints one JSON object on its last line: per problem and algorithm the distance from the optimum after the last round,
 relative to the distance at the start.
@@ -121,7 +121,7 @@ class Federation:
 
 
 def drifting() -> Quadratics:
-    """Ten clients of different curvature and minimum, all of ten steps."""
+    """Ten clients with different curvatures and minima, each making ten steps."""
     g = torch.Generator().manual_seed(0)
     curvatures = 0.2 + 1.8 * torch.rand((10, 5), generator=g, dtype=torch.float64)
     minima = torch.randn((10, 5), generator=g, dtype=torch.float64) + 2 * (curvatures - 1)
@@ -129,13 +129,13 @@ def drifting() -> Quadratics:
 
 
 def unequal(lr: float) -> Quadratics:
-    """Six clients of the same curvature, of 1 to 32 steps; who makes more has its minimum further out."""
+    """Six clients with the same curvature and 1 to 32 steps; the more steps, the further out the client's minimum."""
     minima = torch.arange(6, dtype=torch.float64).unsqueeze(1) * torch.tensor([[1.0, -0.5]], dtype=torch.float64)
     return Quadratics(torch.ones_like(minima), minima, tuple(2**i for i in range(6)), lr)
 
 
 def distances(problem: Quadratics, algorithm: Algorithm, rounds: int, cohort: int | None = None) -> list[float]:
-    """The distance from the optimum after each round, relative to that of the start; random cohorts, or all clients."""
+    """The distance from the optimum after each round, relative to that at the start; `cohort` random clients or all."""
     federation, clients = Federation(problem, algorithm), len(problem.steps)
     start = (federation.weights[X] - problem.optimum).norm()
     generator, relative = torch.Generator().manual_seed(1), []
@@ -184,7 +184,7 @@ def draw(by_problem: Mapping[str, Mapping[str, Sequence[float]]], file: Path) ->
 
 
 def main() -> None:
-    """Prints the last distances, and draws all of them."""
+    """Prints the last distances; with --figure also draws all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", type=Path, help="where the curves are drawn (PNG)")
     arguments = parser.parse_args()

@@ -3,19 +3,19 @@
     python -m fedloom.experiments.benchmarks.gpu [--cases fedavg] [--kinds plain] [--actors 1 4 8] [--small]
             [-- KEY=VALUE]
 
-Every variant runs in a separate process, those that tell most first. A case ends after `--limit` seconds: what is at
-work then is ended, what was not begun is named, and what was measured is printed.
+Every variant runs in a separate process, the most informative ones first. A case ends after `--limit` seconds: a
+variant that is still running is stopped, those not begun are named, and all measured figures are printed.
 
-`loop` trains the clients of a round with torch's own optimiser and nothing around it, `N processes` are so many of
-these at once. `N actors` are whole runs of the platform with so many client
-actors, each with its share of the GPU; `stacked` trains clients of one network as one batch. Steps per second count
-from the end of the first round to that of the last one of the method's first stage; `util` is the mean of what
-nvidia-smi says meanwhile; `run s` is a whole small run with all of its stages, Ray's start included. `peak MB` is the
-largest memory of a client's work in any actor (on a CPU the process's), `share` what one may take.
+`loop` trains the clients of a round with torch's own optimiser and nothing around it; `N processes` are N such loops at
+once. `N actors` are whole runs of the platform with N client actors, each with its share of the GPU; `stacked` trains
+several clients of the same network as one batch. Steps per second are those of the method's first stage, from the end
+of its first round to the end of its last; `util` is the mean utilisation that nvidia-smi reports meanwhile; `run s` is
+the time of a whole small run with all of its stages, including Ray's start. `peak MB` is the largest memory of a
+client's work in any actor (on a CPU that of the process), `share` the memory that one actor may take.
 
-`-- KEY=VALUE` is configuration for all cases, such as executor.precision=tf32. Prints a table for every case and, at
-its end, a line with a JSON object, so that a later case takes nothing away. Only ratios within one call are meaningful.
-Without a GPU it ends with exit code 2; `--device cpu` runs the same on processors, which shows that it runs.
+`-- KEY=VALUE` is configuration for all cases, such as executor.precision=tf32. Prints a table for every case, followed
+by a line with a JSON object, so that nothing is lost if a later case fails. Only ratios within one call are meaningful.
+Without a GPU it ends with exit code 2; `--device cpu` runs the same on CPUs, to check that it works.
 """
 
 import argparse
@@ -76,12 +76,12 @@ CASES = {
 }
 """Whole runs, with as little as possible after their first stage."""
 SMALL = {"fedavg": ["space.stem_channels=8", "space.stage_layers=[1,2,2]", "space.stage_strides=[2,2,2]"]}
-"""What makes the networks of small cases small, where they are not."""
+"""Overrides that shrink the networks of small cases, where these are not small already."""
 STACKED = ("fedavg",)
 """Cases whose clients all train the same whole network."""
 STACK = 8
 COHORTS = ("fedoras", "superfednas", "fedavg")
-"""Cases that choose clients for a round; silos all take part."""
+"""Cases that select a cohort for each round; the silos of other cases all take part."""
 
 
 def overrides_of(case: str, kind: str, number: int, device: str, small: bool) -> list[str]:
@@ -135,7 +135,7 @@ def platform(overrides: list[str], actors: int, device: str) -> dict[str, Any]:
 
 
 def plain(overrides: list[str], processes: int, device: str) -> dict[str, Any]:
-    """Measures so many processes that train the clients of the first round at the same time."""
+    """Measures processes that share the clients of the first round and train them at the same time."""
     build_world(compose_config(overrides))  # prepares the data, which the processes then find
     context = multiprocessing.get_context("spawn")
     barrier, answers = context.Barrier(processes), context.Queue()
@@ -157,7 +157,7 @@ def plain(overrides: list[str], processes: int, device: str) -> dict[str, Any]:
 
 
 def train_part(part: int, overrides: list[str], processes: int, device: str, barrier: Any, answers: Any) -> None:
-    """A process: trains every k-th client (k processes) of a round, twice, after one to warm up."""
+    """The work of one of k processes: trains every k-th client of a round, twice, after one client to warm up."""
     torch.set_num_threads(1)
     try:
         world = build_world(compose_config(overrides))
@@ -211,7 +211,7 @@ def train_plainly(worker: Any, assignment: Any, weights: Any) -> int:
 
 
 class Utilisation:
-    """Samples of the GPU that torch calls 0; none for other devices, or without nvidia-smi."""
+    """Samples the GPU that torch calls 0, by nvidia-smi; there are no samples for other devices or without it."""
 
     def __init__(self, device: str) -> None:
         self._samples: list[tuple[float, float, float]] = []
@@ -248,7 +248,7 @@ class Utilisation:
 
 
 def sample_of(line: str) -> tuple[float, float] | None:
-    """Percent and bytes of a line of nvidia-smi, such as `37, 1024` (MiB); None for what is no sample."""
+    """Utilisation in percent and memory in bytes from nvidia-smi's line, such as `37, 1024` (MiB); None for others."""
     try:
         used, memory_mib = (float(part) for part in line.split(","))
     except ValueError:  # [N/A], or a message
@@ -337,7 +337,7 @@ def variants_of(case: str, actors: list[int], kinds: Sequence[str] = KINDS) -> d
 
 
 def in_process(case: str, variant: list[str], args: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Runs a variant in a process of its own; one that fails, or has no time left, is a row that says why."""
+    """Runs a variant in a separate process; if it fails, or no time is left, the row says why."""
     if left_s <= 0:
         return {"error": f"not begun: the case has taken its {args.limit:g} s"}
     command = [sys.executable, "-m", "fedloom.experiments.benchmarks.gpu", "--one", case, *variant]
@@ -358,7 +358,7 @@ def in_process(case: str, variant: list[str], args: argparse.Namespace, left_s: 
 
 @contextmanager
 def group_of_processes(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    """A process whose children end with the block, too, if it is still at work then."""
+    """Starts a process, which is killed with all of its children if it is still running when the block ends."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:

@@ -1,7 +1,7 @@
-"""A method whose clients do nothing but return what they received: what is left is the platform's own work.
+"""A method whose clients only return what they received, so that a run consists of the platform's own work.
 
-Its data set has one number per sample and its space one linear layer; the weights that a round shares are a group of
-their own, of any size, so that a supernet of 200 M parameters needs no module.
+Its data set has one number per sample and its space one linear layer; the weights shared in a round are a separate
+group of any size, so that a supernet of 200 M parameters needs no module.
 """
 
 import time

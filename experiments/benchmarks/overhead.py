@@ -4,12 +4,12 @@
 
 Prints tables, and one JSON object with all figures on the last line. Every variant runs in a separate process, the
 variants alternate, and only ratios of medians within one call are meaningful. The time of a round is the time between
-two finished rounds: it includes planning, communication, training, averaging, table rows and checkpoint. The ratio of
-memory leaves out the pages of the data set, which are the kernel's to drop: plain clients have neighbouring samples,
-fedloom's are spread over the file as a partition by labels spreads them, and so touch more of it.
+two finished rounds: it includes planning, communication, training, averaging, table rows and checkpoint. The memory
+ratio leaves out the pages of the data set, which the kernel may drop: plain clients have neighbouring samples, whereas
+a partition by labels spreads the samples of fedloom's clients over the file, so that more of it is read.
 
-`memory` is the pool's memory after round 5 and after round 50; how a round grows with registered clients and cohorts is
-the subject of `scale`.
+`memory` is the pool's memory after round 5 and after round 50; `scale` measures how a round grows with registered
+clients and cohorts.
 """
 
 import argparse

@@ -1,21 +1,21 @@
-"""A yardstick that others publish: seconds per round of pfl-research's CIFAR-10 case, in fedloom and in others.
+"""A published yardstick: seconds per round of pfl-research's CIFAR-10 case, in fedloom and in other frameworks.
 
     python -m fedloom.experiments.benchmarks.pfl_cell [--rounds 20] [--repeats 3] [--variants plain fedloom] [--small]
 
-The case is `image_classification` of apple/pfl-research with configs/baseline.yaml (revision c9d1f32), by which
-Granqvist et al. (2024, Tab. 1) compare frameworks: CIFAR-10, uniformly split over 1000 clients of 50 images, of which
-50 train in a round; one epoch in batches of 10, SGD at 0.1 without momentum; the server takes the plain mean of the
-clients (its SGD at 1.0); a CNN of 1.6 M parameters with dropout.
+The case is `image_classification` of apple/pfl-research with configs/baseline.yaml (revision c9d1f32), with which
+Granqvist et al. (2024, Tab. 1) compare frameworks: CIFAR-10, split uniformly over 1000 clients with 50 images each, of
+whom 50 train in a round; one epoch in batches of 10, SGD at 0.1 without momentum; the server takes the plain mean of
+the clients (its SGD at 1.0); a CNN of 1.6 M parameters with dropout.
 
-`plain` are two processes with nothing around torch. `fedloom` are two Ray actors, with rows and a checkpoint every
-round. `pfl` is pfl-research with two workers under torchrun (gloo), `flower` Flower's simulation with two clients at a
-time; both are measured if they can be imported (`pip install pfl`, `pip install flwr[simulation]`), and were tried with
-pfl 0.6.0 and flwr 1.42.0. All use two processes of one thread each, the same network, images and kernels with the
-channels last, the same clients and batch sizes. They differ in the order of the data: pfl-research, as in its own
-benchmark, takes a client's images in the order in which they are stored, the others shuffle them. None scores anything
-in a round that counts; its own benchmark scores the test set every ten rounds.
+`plain` is two processes with nothing around torch. `fedloom` is two Ray actors, with rows and a checkpoint every round.
+`pfl` is pfl-research with two workers under torchrun (gloo), `flower` Flower's simulation with two clients at a time;
+both are measured if they can be imported (`pip install pfl`, `pip install flwr[simulation]`), and were tried with pfl
+0.6.0 and flwr 1.42.0. All use two processes of one thread each, the same network, images and kernels with the channels
+last, the same clients and batch sizes. They differ in the order of the data: pfl-research, as in its own benchmark,
+takes a client's images in the order in which they are stored, whereas the others shuffle them. None evaluates anything
+in a round that counts; pfl-research's own benchmark evaluates the test set every ten rounds.
 
-Every variant runs in a process of its own, the variants alternate, and only ratios of medians within one call are
+Every variant runs in a separate process, the variants alternate, and only ratios of medians within one call are
 meaningful. The first round is left out. The accuracy is that of the last round's weights on the test set. Prints a
 table, and one JSON object on the last line.
 """
@@ -76,7 +76,7 @@ Figures = dict[str, Any]
 
 
 def config_of(case: Case, results: str) -> RunConfig:
-    """The case as a run on two actors, which scores the last weights on the whole test set alone."""
+    """The case as a run on two actors that evaluates only the last weights, on the whole test set."""
     config = run_config(case, PROCESSES, results)
     data = replace(config.data, partition="iid", test_samples=None if case.dataset == "cifar10" else 100)
     method = replace(config.method, evaluate=True)
@@ -107,7 +107,7 @@ def network(case: Case) -> nn.Module:
 
 @torch.no_grad()
 def accuracy(case: Case, weights: Mapping[str, Tensor]) -> float:
-    """The share of the test set that these weights classify as it is."""
+    """The share of the test set that these weights classify correctly."""
     model = network(case).eval()
     model.load_state_dict(weights)
     x, y = samples(prepared(case), case, "test", slice(None))
@@ -208,7 +208,7 @@ def pfl(case: Case) -> Figures:
 
 
 def flower_client(case: Case, weights: Mapping[str, Tensor], client_id: int) -> dict[str, Tensor]:
-    """The weights of a client of Flower's after its epoch."""
+    """The weights of a Flower client after its epoch."""
     model = network(case).train()
     model.load_state_dict(weights)
     train_client(
@@ -257,7 +257,7 @@ def flower(case: Case) -> Figures:
 
 VARIANTS: Mapping[str, Callable[[Case], Figures]] = {"plain": plain, "fedloom": fedloom, "pfl": pfl, "flower": flower}
 OTHERS = {"pfl": "pfl", "flower": "flwr"}
-"""The frameworks that need not be there, and the modules that they are known by."""
+"""The frameworks that need not be installed, and the modules that show whether they are."""
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     if name == "pfl":
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
         return [sys.executable, *torchrun, "-m", "fedloom.experiments.benchmarks.pfl_cell", *options]
-    # As a module of its own name, whose functions Flower's processes find.
+    # Imported under its own name instead of as __main__, so that Flower's processes find its functions.
     return [sys.executable, "-c", "from fedloom.experiments.benchmarks.pfl_cell import main; main()", *options]
 
 

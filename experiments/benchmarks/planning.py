@@ -1,4 +1,4 @@
-"""Time to plan and write the trials of an ablation, against composing every configuration by itself.
+"""Time to plan and write the trials of an ablation, compared with composing every configuration separately.
 
     python -m fedloom.experiments.benchmarks.planning [--trials 1000] [--composed 20] [--experiment fedoras_digits]
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def figures_of(root: Path, trials: int, composed: int, experiment: str) -> dict[str, Any]:
-    """The figures of one plan; AssertionError if a planned configuration is not what composing it gives."""
+    """The figures of one plan; AssertionError if a planned configuration differs from the composed one."""
     file = root / "random.yaml"
     file.write_text(AXES.format(samples=max(1, trials // 2)))
     compose_config([f"experiment={experiment}"])  # imports what both ways need

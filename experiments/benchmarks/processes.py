@@ -1,6 +1,6 @@
-"""Processes of benchmarks: what one prints, and its memory with all descendants as proportional set size.
+"""Processes of benchmarks: reads what they print, and measures their memory with that of all descendants.
 
-Shared pages count once.
+Memory is the proportional set size, in which shared pages count once.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 RAY_OWN = ("gcs_server", "dashboard", "log_monitor", "monitor.py", "runtime_env", "agent.py", "plasma")
 """Parts of the command lines of Ray's own processes."""
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Their titles once they are at work; actors have titles, too."""
+"""Process titles of Ray's agents once they are running; actors have titles, too."""
 
 
 def printed(command: Sequence[str]) -> Any:
@@ -52,7 +52,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def mapped_data_bytes(pid: int) -> int:
-    """The part of `pss_bytes` that is pages of prepared data sets (.npy), which the kernel drops when it needs room."""
+    """The part of `pss_bytes` in mapped files of prepared data (.npy), which the kernel drops when it needs room."""
     size_bytes, is_data = 0, False
     try:
         with open(f"/proc/{pid}/smaps") as lines:

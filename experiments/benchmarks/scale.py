@@ -5,9 +5,9 @@
 
 Clients do nothing (`noop`): what is measured is the real loop, executor, recorder, tables and checkpoints. Every case
 runs in a separate process, one at a time, and figures are medians over repeats. Prints a table per part, the constants
-of `Server` if the parts that they come from are there, and one JSON object with all figures on the last line. Only
-ratios within one call are meaningful. Results and checkpoints are written to FOLDER, by default the system's temporary
-one; with a folder in memory (/dev/shm) the time is the platform's alone, without that of waiting for the disk.
+of `Server` if the parts from which they follow were measured, and one JSON object with all figures on the last line.
+Only ratios within one call are meaningful. Results and checkpoints are written to FOLDER, by default the system's
+temporary one; with a folder in memory (/dev/shm) times are those of the platform alone, without waiting for the disk.
 """
 
 import argparse
@@ -46,7 +46,7 @@ STORE_BYTES = 300_000_000
 
 @dataclass(frozen=True)
 class ScaleCase:
-    """A federation of no-op clients, and who executes them.
+    """A federation of no-op clients, and how they are executed.
 
     Attributes:
         registered: clients of the federation, of which `cohort` take part in each of `rounds`.
@@ -105,7 +105,7 @@ def run_config(case: ScaleCase, cache: str, results: str) -> RunConfig:
 
 
 class Watch:
-    """Takes down, after every round, the clock, this process's own processor time, and its memory."""
+    """Records, after every round, the clock, this process's CPU time, and its memory."""
 
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
@@ -114,7 +114,7 @@ class Watch:
         self.resident: dict[int, int] = {}
 
     def round(self, progress: Any) -> None:
-        """Memory at 1, 2, 5, 10, 20, 50, ... rounds alone, because reading it takes longer than a short round."""
+        """Records a round; memory only after 1, 2, 5, 10, 20, 50, ... and all rounds, as reading it takes long."""
         self.wall_s.append(time.perf_counter())
         self.cpu_s.append(time.process_time())
         done = progress.round + 1
@@ -122,7 +122,7 @@ class Watch:
             self.resident[done] = resident_bytes()
 
     def figures(self, warm_up: int) -> dict[str, Any]:
-        """Medians per round after the warm-up; seconds to the end of the first round; bytes by number of rounds."""
+        """Seconds per round after the warm-up, seconds to the end of the first round, and bytes by number of rounds."""
         first = min(warm_up, len(self.wall_s) - 2)
         return {
             "start_s": self.wall_s[0] - self.started_s,
@@ -168,7 +168,7 @@ def sizes(results: Path) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """The memory that this process has now."""
+    """The current resident memory of this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024
 
@@ -177,10 +177,10 @@ def resident_bytes() -> int:
 
 
 class ThreadedSet(ActorSet):
-    """An actor set that starts one process, and in it a thread per actor.
+    """An actor set that starts a single process with one thread per actor.
 
-    64 processes that import torch need 64 cores and 16 GB to say anything about the server, whose side sees no
-    difference: 64 handles, each with one chunk at a time.
+    64 processes that import torch would need 64 cores and 16 GB to measure the server, which sees no difference: 64
+    handles, each with one chunk at a time.
     """
 
     _process: Any = None
@@ -212,7 +212,7 @@ def make_simulated(world: World) -> SimulatedPool:
 
 
 Figures = Mapping[str, Any]
-"""What was measured of one case."""
+"""The measured figures of one case."""
 Row = dict[str, Any]
 
 FLAT_ROUNDS = 100
@@ -225,7 +225,7 @@ def _registered(numbers: Sequence[int], rounds: int) -> list[ScaleCase]:
 
 
 def _cohorts(sizes: Sequence[int], clients: int) -> list[ScaleCase]:
-    """Rounds of about `clients` clients together, so that short rounds are measured as long as long ones."""
+    """Cases whose rounds have about `clients` clients in total, so that short rounds are measured as long as others."""
     return [ScaleCase(max(sizes), cohort=size, rounds=3 + max(2, clients // size)) for size in sizes]
 
 
@@ -234,7 +234,7 @@ def _rounds(numbers: Sequence[int]) -> list[ScaleCase]:
 
 
 def _supernets(millions: Sequence[float], cohorts: tuple[int, int]) -> list[ScaleCase]:
-    """Every size with few and with more clients, whose difference is what a client's weights cost."""
+    """Every size with few and with more clients: the difference gives the cost of a client's weights."""
     return [
         ScaleCase(10, cohort, rounds=5, parameters=int(1e6 * size), kind="ray", warm_up=1)
         for size in millions
@@ -243,7 +243,7 @@ def _supernets(millions: Sequence[float], cohorts: tuple[int, int]) -> list[Scal
 
 
 def _actors(numbers: Sequence[int], rests: Sequence[int], real: Sequence[int], per_actor: int) -> list[ScaleCase]:
-    """No-op clients one by one and in chunks of ten, clients that take their time, and a few real actors."""
+    """No-op clients one by one and in chunks of ten, clients that wait before they answer, and a few real actors."""
     case = ScaleCase(0, cohort=0, rounds=6, kind="simulated")
     busy = [replace(case, actors=k, chunk_size=chunk) for chunk in (1, 10) for k in numbers]
     slow = [replace(case, actors=k, rest_s=REST_S) for k in rests]
@@ -272,7 +272,7 @@ SMALL: dict[str, list[ScaleCase]] = {
     "supernets": [replace(case, kind="serial") for case in _supernets([0.01, 0.1], cohorts=(1, 2))],
     "actors": [replace(case, kind="serial", rest_s=0.0) for case in _actors([1, 2], [1], [], per_actor=1)],
 }
-"""Without Ray: that its actors answer is the subject of other tests."""
+"""Small cases without Ray: other tests cover its actors."""
 
 
 @dataclass(frozen=True)
@@ -288,11 +288,11 @@ class Measured:
         return float(median(run[name] for run in self.runs))
 
     def ratio(self, name: str) -> float:
-        """To the first case, within each repeat, because the machine is another one later."""
+        """The median ratio to the first case, taken within each repeat because the machine's speed varies over time."""
         return float(median(run[name] / first[name] for run, first in zip(self.runs, self.first_runs, strict=True)))
 
     def resident_bytes(self, rounds: int | None = None) -> float:
-        """The process's memory after so many rounds, by default all."""
+        """The median memory of the process after this many rounds, by default all."""
         return float(median(run["resident_bytes"][str(rounds or self.case.rounds)] for run in self.runs))
 
 
@@ -381,7 +381,7 @@ _ROWS: Mapping[str, Callable[[Measured], Row]] = {
 
 @dataclass(frozen=True)
 class Server:
-    """Seconds of the server's own processor.
+    """CPU seconds of the server process.
 
     Attributes:
         round_s: per round: plan, rows, checkpoint's head.
@@ -434,7 +434,7 @@ def _slope(first: Row, last: Row, x: str, y: str) -> float:
 
 
 def _clients_and_chunks(actors: Sequence[Row]) -> tuple[float, float]:
-    """Seconds per client and per chunk, from the most actors that clients were handed to singly and in chunks."""
+    """Seconds per client and per chunk, from the cases with the most actors: clients one by one, and in chunks."""
     busy = {row["chunk_size"]: row for row in actors if not row["rest_ms"] and row["kind"] != "ray"}
     (one, alone), (many, together) = sorted(busy.items())
     single_s, shared_s = (1e-6 * row["cpu_us_per_client"] for row in (alone, together))
@@ -471,7 +471,7 @@ def main() -> None:
 
 
 def measured(cases: list[ScaleCase], repeats: int, folder: str) -> list[list[Figures]]:
-    """The figures of every case in every repeat; in a repeat all cases follow each other."""
+    """The figures by repeat and case; every repeat runs all cases one after the other."""
     return [[run_in_process(case, folder) for case in cases] for _ in range(repeats)]
 
 
@@ -484,7 +484,7 @@ def run_in_process(case: ScaleCase, folder: str) -> Figures:
 
 
 def print_table(part: str, rows: list[Row]) -> None:
-    """The rows of a part, with as many digits as their size needs."""
+    """Prints the rows of a part, with as many digits as their size needs."""
     print(f"\n{part}")
     widths = {name: max(len(name), 9) + 2 for name in rows[0]}
     print("".join(f"{name:>{width}}" for name, width in widths.items()))

@@ -1,4 +1,4 @@
-"""What secure aggregation costs a client and the server, relative to a client's training and to plain sums.
+"""The cost of secure aggregation: a client's relative to its training, the server's relative to plain sums.
 
     python -m fedloom.experiments.benchmarks.secure
 
@@ -40,7 +40,7 @@ def timed(do: Callable[[], T]) -> tuple[float, T]:
 
 
 def summed(updates: list[Update]) -> WeightedSums:
-    """The sums of a round."""
+    """The weighted sums of a round's updates."""
     sums = WeightedSums()
     for update in updates:
         sums.add(update)

@@ -4,10 +4,10 @@
     python -m fedloom.experiments.benchmarks.steps --cases fedavg --device cuda --variants "float32 auto" "stack 8"
 
 Every variant trains clients of the preset's first stage in a separate process, on random data of CIFAR-10's shape, with
-the bookkeeping of an executor; the variants alternate. Prints the medians of milliseconds per step as ratios to
-contiguous float32, or to the revision that is installed for the Python of `--old`, and one JSON object on the last
-line. Only ratios within one call are meaningful. `stack 8` trains eight clients as one batch, which needs clients of
-the same whole network. `--profile` prints torch's most expensive operators instead.
+the bookkeeping of an executor; the variants alternate. Prints median milliseconds per step, with ratios to the first
+variant (by default contiguous float32) or to the revision installed for the Python of `--old`, and one JSON object on
+the last line. Only ratios within one call are meaningful. `stack 8` trains eight clients as one batch, for which all
+must train the same whole network. `--profile` prints torch's most expensive operators instead.
 """
 
 import argparse
@@ -46,7 +46,7 @@ VARIANTS = {
     "stack 24": ["executor.stack_clients=24"],
 }
 USUAL = list(VARIANTS)[:5]
-"""Those that differ on processors, for networks of every kind."""
+"""The variants that differ on CPUs, for networks of every kind."""
 OLD = "old"
 
 

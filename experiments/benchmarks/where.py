@@ -2,8 +2,8 @@
 
     python -m fedloom.experiments.benchmarks.where [--cases cnn logistic tiny] [--actors 2] [--precision bfloat16]
 
-Prints a table per case: milliseconds of the median round of the process that runs the loop, by part, and what its
-clients report of the actors. With 0 actors everything is in one process. The clock is read around the platform's own
+Prints a table per case: median milliseconds per round by part, in the process that runs the loop, and the work that
+clients report per actor. With 0 actors everything is in one process. The clock is read around the platform's own
 functions; parts within parts are not counted twice. The last line is one JSON object.
 """
 
@@ -40,7 +40,7 @@ from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, make_serial, start_run
 
 WARM_UP = 3
-"""Rounds that are left out: in them actors start, and memory is asked for."""
+"""First rounds that are left out, because in them actors start and memory is allocated."""
 
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("plan", TrainingStage, "plan"),
@@ -94,11 +94,11 @@ class Clock:
 
 
 def timed(clock: Clock, part: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    """The function, on whose calls from the loop's thread the clock counts the part."""
+    """The function, wrapped so that the clock counts its calls from the loop's thread as this part."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() != thread:  # rows and checkpoints are written beside the next round
+        if get_ident() != thread:  # rows and checkpoints are written in parallel with the next round
             return function(*args, **kwargs)
         with clock.within(part):
             return function(*args, **kwargs)
@@ -136,7 +136,7 @@ def in_process(case: str, actors: int, precision: str) -> dict[str, float]:
 
 
 def measured(case: str, actors: int, precision: str) -> dict[str, float]:
-    """Milliseconds by part of the median round."""
+    """Median milliseconds per round, by part."""
     stay_on_loopback("local")
     logging.disable(logging.WARNING)
     clock = Clock()
@@ -166,7 +166,7 @@ def measured(case: str, actors: int, precision: str) -> dict[str, float]:
 
 
 def work_of_actors(results: Path, actors: int) -> dict[str, float]:
-    """Milliseconds that clients report for their work, divided by actors as evenly as can be."""
+    """Median milliseconds per round that clients report for their work, divided evenly among the actors."""
     clients = read_table(results, "clients")
     clients = clients[clients["round"] >= WARM_UP]
     sums = clients.groupby("round")[["wall_s", "overhead_s"]].sum() * 1e3 / actors

@@ -2,14 +2,14 @@
 
     python experiments/examples/fedavg_by_hand.py
 
-It uses torch and three public parts of fedloom: the prepared data, a space with its networks, and `average`. What it
-computes is, to the last bit, what this computes:
+It uses torch and three public parts of fedloom: the prepared data, a space with its networks, and `average`. Its result
+is, to the last bit, that of:
 
     fedloom run experiment=fedavg_digits tiers.count=1 executor.stack_clients=off executor.chunk_size=10
 
-The three settings are about rounding: all clients in one tier of devices, each trained alone, and a round's updates
-added up in one go. The command does the same on any number of processes and devices, writes down what happened to every
-client, and goes on after a crash; its rounds are in `platform/federation/algorithm.py`.
+The three settings only affect rounding: all clients are in one tier of devices, each is trained alone, and a round's
+updates are added up in one go. The command does the same on any number of processes and devices, records what happened
+to every client, and resumes after a crash; its rounds are in `platform/federation/algorithm.py`.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def batches(num_samples: int, generator: torch.Generator) -> list[Tensor]:
 
 
 def client_update(model: torch.nn.Module, weights: Weights, data: tuple[Any, Any], places: tuple[int, int]) -> Update:
-    """What a client does: SGD from the weights that it received; it sends its weights and how many samples it has."""
+    """What a client does: SGD from the received weights; it sends back its weights and its number of samples."""
     model.load_state_dict(weights)
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)

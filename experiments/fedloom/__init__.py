@@ -1,6 +1,6 @@
 """fedloom from Python: `import fedloom as fl`, then `fl.run`, `fl.ablate`, `fl.load` and so on, as in the README.
 
-This file is the package `fedloom` itself, which the other folders lie in. Nothing slow is imported before it is used.
+This file is the package `fedloom` itself, which contains the other folders. Slow modules are imported when first used.
 """
 
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Tables and figures of the papers as files: what was published, what is run, and which claims have to hold."""
+"""Reproduces tables and figures of the papers from item files: published numbers, runs, and claims that must hold."""

@@ -1,4 +1,4 @@
-"""All items with what is known of them in a results folder: what they need, and which of their claims are shown."""
+"""Overview of all items for a results folder: what each needs to run, and which of its claims are shown."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from fedloom.experiments.reproduce.plan import Asked, missing_data, parts_of
 from fedloom.experiments.reproduce.records import record_of
 
 WORK = ITEMS / "work.yaml"
-"""The MACs of all runs of each item and scale, as `work_facts` counts them; a test keeps the file up to date."""
+"""File with the MACs of all runs, per item and scale, as `work_facts` counts them; a test keeps it up to date."""
 CORE_MACS_PER_S: Mapping[str, float] = {"digits": 4e9}
-"""What a core of a laptop does with small networks on a data set, measured: 3 to 6; they keep no core busy."""
+"""Speed of one laptop core by data set. Measured on digits: 3e9 to 6e9, as its small networks keep no core busy."""
 OTHER_CORE_MACS_PER_S = 3e10
-"""What it does with the small presets on all other data."""
+"""Speed of one laptop core with the small presets on all other data sets."""
 GPU_MACS_PER_S = 1e12
-"""What a GPU is assumed to do with clients' small batches; not measured."""
+"""Assumed speed of one GPU with clients' small batches; not measured."""
 COUNTED, NOT_HERE = "counted in seconds", "cannot be run"
 
 
@@ -33,7 +33,7 @@ class Entry:
     outcomes: Mapping[str, Outcome]
 
     def verdicts(self) -> list[tuple[Verdict | None, Verdict | None]]:
-        """Each claim's verdict at the paper's and at the small scale; None where it is not made."""
+        """Each claim's verdicts at the paper scale and at the small scale; None where the claim is not made."""
         by_scale = {scale: {v.claim.text: v for v in o.verdicts} for scale, o in self.outcomes.items()}
         texts = [claim.text for claim in self.item.claims]
         return [(by_scale.get(PAPER, {}).get(text), by_scale.get(SMALL, {}).get(text)) for text in texts]
@@ -47,10 +47,10 @@ def entries(
     counting: bool = True,
     recorded: bool = False,
 ) -> list[Entry]:
-    """The items with what their own runs in this folder show; `tell`, if any, is called with what is being looked at.
+    """The items with the outcomes of their own runs in this folder; `tell`, if given, is called with the progress.
 
-    Without `counting`, what needs no training has no outcome: to count all of it takes minutes the first time. With
-    `recorded`, what fedloom keeps of its own runs stands for items of which nothing is run here.
+    Without `counting`, items that need no training have no outcome: counting all of them takes minutes the first time.
+    With `recorded`, items without runs in this folder use their record.
     """
     board = []
     for item in items:
@@ -100,7 +100,7 @@ def need_of(item: Item, scale: str) -> Need:
     known = [macs for name in run_by if (macs := read_counted(WORK).get(name, {}).get(scale)) is not None]
     try:
         record = record_of(item, Asked(scale))
-    except ValueError:  # a damaged record is refused where records are asked for
+    except ValueError:  # a damaged record is reported where records are requested
         record = None
     return Need(
         macs=sum(known) if len(known) == len(run_by) else None,
@@ -111,7 +111,7 @@ def need_of(item: Item, scale: str) -> Need:
 
 
 def list_block(board: Sequence[Entry]) -> Block:
-    """A row per item: what it needs at both scales, and how its claims stand."""
+    """A row per item: what it needs at both scales, and the states of its claims."""
     rows = []
     for entry in board:
         item = entry.item
@@ -146,7 +146,7 @@ def _hours(value: float | None) -> str:
 
 
 def state_of(entry: Entry, scale: str) -> str:
-    """How many claims of an item have which state at a scale."""
+    """The number of an item's claims in each state at a scale, and how many of its runs are done or recorded."""
     outcome = entry.outcomes.get(scale)
     if entry.item.missing:
         return NOT_HERE if scale in entry.item.scales else ABSENT
@@ -159,7 +159,7 @@ def state_of(entry: Entry, scale: str) -> str:
 
 
 def counted_states(verdicts: Iterable[Verdict]) -> str:
-    """The number of claims that count in each state, the best first."""
+    """The number of claims per state, best state first; checks and claims counted in another item are left out."""
     counts = Counter(verdict.state for verdict in verdicts if verdict.claim.counts)
     if set(counts) == {NOT_RUN}:
         return NOT_RUN
@@ -225,13 +225,13 @@ def _state(verdict: Verdict | None) -> str:
 
 
 def _why(pair: Sequence[Verdict | None]) -> str:
-    """The reasons at both scales, but that a claim was not run, which needs none."""
+    """The reasons at both scales; a claim that was not run needs none."""
     reasons = [verdict.reason for verdict in pair if verdict is not None and verdict.state != NOT_RUN]
     return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
 def missing_sentences(board: Sequence[Entry]) -> list[str]:
-    """The data that is not there, and where it belongs, with the items that need it."""
+    """A sentence per missing data set: where its files belong, and which items need it."""
     items: dict[str, list[str]] = {}
     for entry in board:
         for scale in entry.item.scales:

@@ -1,7 +1,7 @@
-"""Whether what was measured shows a claim, contradicts it, or does neither: tests over seeds, never one seed.
+"""Tests over several seeds whether measured values show a claim, contradict it, or do neither.
 
-A claim that needs a regime (small subnets that hurt the largest one, say) is judged where that regime was reached, and
-neither shown nor contradicted where it was not. The claims of an item are several tests: Holm's correction.
+A claim that needs a regime (for example, that small subnets hurt the largest one) is neither shown nor contradicted
+where that regime was not reached. Holm's correction accounts for the several claims of an item.
 """
 
 import math
@@ -37,7 +37,7 @@ STATES = (CONTRADICTED, NOT_RUN, NOT_REACHED, NOT_SHOWN, SHOWN)
 LEVEL = (1 - CONFIDENCE) / 2
 """The chance of being wrong in one direction: an interval of 95 % leaves 2.5 % on each side."""
 MOST_SPOTS = 3
-"""Places that are named where a claim is not shown."""
+"""The most places, or reasons, that are named where a claim is not shown."""
 NOT_PUBLISHED = "not published"
 FEW_SEEDS = "one or two seeds have no interval"
 NO_VALUE = "not measured"
@@ -45,7 +45,7 @@ NO_VALUE = "not measured"
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval over seeds; one or two seeds have none, an exact value one without width."""
+    """A mean with its 95 % interval over seeds: None for one or two seeds, of zero width for an exact value."""
 
     mean: float
     low: float | None
@@ -58,8 +58,8 @@ class Finding:
     """One comparison at one spot: its state, the compared number with its interval, and why it is not shown.
 
     Attributes:
-        if_not: how probable such values are, at most, if the check does not hold.
-        if_so: how probable they are, at most, if it does.
+        if_not: upper bound on the probability of such values if the check does not hold.
+        if_so: upper bound on the probability of such values if the check holds.
     """
 
     spot: Spot
@@ -75,8 +75,8 @@ class Verdict:
     """The state of a claim, with the findings of all its checks.
 
     Attributes:
-        why: what the findings do not say: that the regime was not reached, or that several tests were made.
-        p: the chance of what was found if the opposite were true, over all places; None if nothing was tested.
+        why: a reason beyond the findings: the regime was not reached, or the test fails after the correction.
+        p: the probability of such findings if the opposite were true, over all places; None if nothing was tested.
         regime: whether the regime that the claim needs was reached; empty if it needs none.
         is_changed: whether the claim was changed after the values were recorded.
     """
@@ -91,7 +91,7 @@ class Verdict:
 
     @property
     def state_text(self) -> str:
-        """The state, that the claim is not the one that stood when its values were recorded, and where it counts."""
+        """The state, with notes if the claim changed since its values were recorded, counts elsewhere or is a check."""
         changed = ", changed since" if self.is_changed else ""
         elsewhere = f" (counted in {self.claim.counted_in})" if self.claim.counted_in else ""
         return f"{self.state}{changed}{elsewhere}{' (a check)' if self.claim.is_check else ''}"
@@ -127,9 +127,9 @@ def spot_name(spot: Spot) -> str:
 def verdicts(
     item: Item, scale: str, measured: Mapping[str, Measured], settings: Sequence[str], seeds: Collection[int]
 ) -> tuple[list[Verdict], list[Verdict]]:
-    """The verdicts of the regimes and of the claims of an item at a scale, for which each of the seeds has a value.
+    """The verdicts of an item's regimes and of its claims at a scale; findings that lack one of `seeds` decide nothing.
 
-    The level of each claim's test follows from Holm's correction over those that were measured.
+    The level of each claim's test follows from Holm's correction over the tested claims that count.
     """
     regimes = {
         name: verdict(regime, measured, item, settings, seeds)
@@ -149,7 +149,7 @@ def verdicts(
 
 
 def _in_regime(judged: Verdict, regimes: Mapping[str, Verdict]) -> Verdict:
-    """The verdict, unless a regime that the claim needs was not reached, or was not looked at."""
+    """The verdict, or "regime not reached" or "not run" if that is the case for a regime that the claim needs."""
     needed = [regimes[name] for name in judged.claim.needs if name in regimes]
     if not needed or judged.state == NOT_RUN:
         return judged
@@ -170,11 +170,11 @@ def reached(regime: Verdict) -> str:
 def verdict(
     claim: Claim, measured: Mapping[str, Measured], item: Item, settings: Sequence[str], seeds: Collection[int] = ()
 ) -> Verdict:
-    """The state of a claim by itself: it is shown if it is shown everywhere, and contradicted if it fails anywhere.
+    """The state of a claim on its own: shown if it is shown everywhere, contradicted if it fails anywhere.
 
-    Both are tests at the same level: what fails at one of n places has to fail n times as clearly. A claim of which a
-    part was not run is not shown, unless another part contradicts it; it is not run if no part was. Where one of the
-    `seeds` has no finite value, nothing is shown.
+    Both tests have the same level: to contradict, one of n places needs a p-value n times smaller (Bonferroni). A claim
+    that was run only in part is not shown, unless another part contradicts it; if no part was run, it is not run. A
+    place where one of the `seeds` has no finite value decides nothing.
     """
     findings = [finding for check in claim.checks for finding in _findings(check, measured, item, settings)]
     findings = [_whole(finding, seeds) for finding in findings]
@@ -199,7 +199,7 @@ def verdict(
 
 
 def _whole(finding: Finding, seeds: Collection[int]) -> Finding:
-    """The finding, which decides nothing if a seed is missing: one that failed may be the one that tells."""
+    """The finding, or one that decides nothing if a seed is missing: the failed seed might have changed the result."""
     interval = finding.interval
     if interval is None or not 0 < interval.seeds < len(seeds):
         return finding
@@ -207,7 +207,7 @@ def _whole(finding: Finding, seeds: Collection[int]) -> Finding:
 
 
 def in_the_paper(claim: Claim, item: Item) -> str:
-    """The claim's state for the published numbers, which count as exact, or that these were not published."""
+    """The claim's state for the published numbers, taken as exact; "not published" if there are none to judge it."""
     published = as_published(item)
     settings = list(dict.fromkeys(setting for quantity in published.values() for setting, _ in quantity.values))
     state = verdict(claim, published, item, settings).state
@@ -215,7 +215,7 @@ def in_the_paper(claim: Claim, item: Item) -> str:
 
 
 def as_published(item: Item) -> dict[str, Measured]:
-    """The published numbers as if they had been counted; ratios and differences that were not published follow."""
+    """The published numbers as exact values; unpublished ratios, differences and taus are computed from them."""
     quantities: dict[str, Measured] = {}
     for name, quantity in item.quantities.items():
         values = {spot: {0: number.value} for spot, number in quantity.published.items()}
@@ -239,7 +239,7 @@ def interval_at(quantity: Measured, spot: Spot) -> Interval | None:
 
 
 def _of_pairs(pairs: Sequence[tuple[float, float]], is_exact: bool) -> Interval | None:
-    """The mean difference with the interval of the paired t test."""
+    """The mean difference of the pairs, with the interval of the paired t test; None without finite pairs."""
     known = [pair for pair in pairs if all(map(math.isfinite, pair))]
     if not known:
         return None
@@ -278,7 +278,7 @@ def _findings(check: Check, measured: Mapping[str, Measured], item: Item, settin
 
 
 def _bounds(check: Check, published: float | None) -> tuple[float, float] | None:
-    """The least and the greatest number with which a check holds; None if they depend on what was not published."""
+    """The smallest and the largest value for which a check holds; None if they depend on an unpublished number."""
     match check:
         case Greater(by=number) | AtLeast(value=number):
             return number, math.inf
@@ -298,7 +298,7 @@ def _bounds(check: Check, published: float | None) -> tuple[float, float] | None
 
 
 def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Spot]:
-    """Where a check is made: in all its settings, at all places with values; a setting without any is one spot."""
+    """The spots of a check: all places with values in each of its settings; a setting without values is one spot."""
     spots: list[Spot] = []
     for setting in _settings(check, quantity, settings):
         places = [place for of_setting, place in quantity.values if of_setting == setting]
@@ -309,7 +309,7 @@ def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Sp
 
 
 def _settings(check: Check, quantity: Measured, settings: Sequence[str]) -> list[str]:
-    """The settings of a check; "" for a quantity that names its own, as the difference of two settings does."""
+    """The settings of a check; only "" if the operand names a setting, or the quantity compares two settings."""
     is_fixed = check.operand.setting is not None or {setting for setting, _ in quantity.values} == {""}
     return [""] if is_fixed else [*(check.settings or settings)]
 
@@ -317,7 +317,7 @@ def _settings(check: Check, quantity: Measured, settings: Sequence[str]) -> list
 def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Finding:
     """Shown if the whole interval lies in the bounds, contradicted if none of it does.
 
-    A difference of exactly 0 is none: a bound that is 0 and open to infinity has to be passed.
+    A value of exactly 0 does not meet a one-sided bound at 0: the bound must be exceeded.
     """
     if interval.low is None or interval.high is None:
         return Finding(spot, NOT_SHOWN, interval, FEW_SEEDS)
@@ -334,19 +334,19 @@ def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Fi
 
 
 def _tail(interval: Interval, distance: float) -> float:
-    """The chance of a mean at such a distance beyond a limit if it is at the limit: Student's t, as in the interval."""
+    """Probability of a mean at most `distance` outside a limit (negative: inside) if the true mean is on it; t test."""
     assert interval.high is not None, "one or two seeds are not tested"
     half = interval.high - interval.mean
     if half == 0 or math.isinf(distance):
         return float(distance > 0)
-    from scipy.special import stdtr, stdtrit  # half a second, which a list of items does not need
+    from scipy.special import stdtr, stdtrit  # imported here: it takes half a second, and lists of items do not need it
 
     degrees = interval.seeds - 1
     return float(stdtr(degrees, distance / half * stdtrit(degrees, 0.5 + CONFIDENCE / 2)))
 
 
 def _monotone(check: Monotone, quantity: Measured, settings: Sequence[str]) -> Iterator[Finding]:
-    """Each step of the order as a paired difference, in every setting or at every place that is not ordered."""
+    """Tests each step of the order as a paired difference: over settings at a place, or over places in a setting."""
     by_settings = check.along == "settings"
     if by_settings:
         others = [*check.places] or [place for _, place in quantity.values]

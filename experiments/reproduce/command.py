@@ -34,7 +34,7 @@ DONE, INTERRUPTED = "done", "interrupted"
 
 
 def run_command(args: Namespace) -> int:
-    """Does what the arguments ask for; ValueError for an item or a word that is not known."""
+    """Runs the command; ValueError for an unknown item, and for arguments that do not go together."""
     names = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if args.record and (args.list or args.scoreboard or args.recorded):
@@ -65,7 +65,7 @@ def run_command(args: Namespace) -> int:
 
 
 def _overview(items: Sequence[Item], args: Namespace) -> int:
-    """Shows items with what they need, or their claims, with `--out` also as a page, whose figures take a minute."""
+    """Shows the list of items or the scoreboard; `--out` also writes it as a page, whose figures take a minute."""
     tell = None if args.json or args.list else tell_at_once
     board = entries(args.results, items, tell, counting=args.scoreboard, recorded=args.recorded)
     files = None
@@ -94,15 +94,15 @@ def _overview(items: Sequence[Item], args: Namespace) -> int:
 
 
 def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
-    """Runs all parts of an item whose data is there; how they ended: done, or the first other end.
+    """Runs all parts of an item whose data is present; returns done, or the first other end.
 
-    Raises ValueError, which says which file goes where, if no part has its data.
+    Raises ValueError, which says which file belongs where, if no part has its data.
     """
     from fedloom.experiments.ablation.view import TerminalView
 
     parts = parts_of(item, wanted)
     missing: dict[str, str] = {}
-    for part in parts:  # what starts from runs that lack data lacks it, too
+    for part in parts:  # a part that starts from runs without data cannot be run either
         before = (missing[other.ablation_id] for other in parts_before(part.scale, parts))
         missing[part.ablation_id] = next(filter(None, before), "") or _missing(part, wanted)
     problems = list(dict.fromkeys(filter(None, missing.values())))
@@ -134,12 +134,12 @@ def _missing(part: Part, wanted: Asked) -> str:
 
 
 def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "AblationView") -> str:
-    """Runs what is not done of a part; what was killed goes on from its last checkpoint, what failed is tried again.
+    """Runs the unfinished trials of a part: killed ones resume from their last checkpoint, failed ones are retried.
 
     Returns how it ended: done, failed, infrastructure or interrupted. Raises ValueError for a configuration that cannot
-    run, before anything is written, and if another process runs it.
+    run, before anything is written, and if another process is running the part.
     """
-    # These import torch and Ray, which no table needs.
+    # Imported here: these import torch and Ray, which showing tables does not need.
     from fedloom.experiments.ablation.in_process import is_serial, run_in_process
     from fedloom.experiments.ablation.plan import planned_ablation
     from fedloom.experiments.ablation.running import ResultsPlace, check_idle, kind_of

@@ -1,4 +1,4 @@
-"""What is counted without training: facts of a setting's configuration, by name, counted once for every revision."""
+"""Facts of a setting's configuration that are counted without training, by name, once per revision of fedloom."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from fedloom.platform.results.files import write_atomically
 from fedloom.platform.runs.source_code import source_hash
 
 Facts = Callable[[Sequence[str]], Mapping[str, Any]]
-"""Counts the facts of a configuration, given as overrides `key=value`; all figures are numbers, or by place."""
+"""Counts the facts of a configuration given as overrides `key=value`; a fact is a number, or numbers by place."""
 
 _HERE = "fedloom.experiments.reproduce.facts"
 FACTS: Mapping[str, Facts] = Shipped(
@@ -29,22 +29,22 @@ FACTS: Mapping[str, Facts] = Shipped(
         "accounts": f"{_HERE}:accounts",
     }
 )
-"""The functions that an item's `count: {from: NAME}` may name, imported when they count: that takes seconds."""
+"""The functions that an item's `count: {from: NAME}` may name; imported on first use, because that takes seconds."""
 OF_DATA = ("partition", "training", "work")
-"""Those that count a federation, for which text has to be there: images are stood in for."""
+"""Facts that are counted on clients' data, which must be present unless `SIZES` has a stand-in for it."""
 
 SIZES: Mapping[str, tuple[int, int, int]] = {
     "cifar10": (50_000, 10_000, 10),
     "cifar100": (50_000, 10_000, 100),
     "cinic10": (90_000, 90_000, 10),
 }
-"""Training samples, test samples and classes of the sets of 3 x 32 x 32 images that black images stand in for."""
+"""Training samples, test samples and classes of data sets of 3 x 32 x 32 images, for which black images stand in."""
 
 
 def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """The facts of a configuration, counted once for every revision of fedloom, and of the user's own code every time.
+    """The facts of a configuration, counted once per revision of fedloom; with the user's own code, every time.
 
-    They are kept in the folder `described` of the cache (FEDLOOM_CACHE, or ~/.cache/fedloom).
+    They are cached in the folder `described` of FEDLOOM_CACHE, by default ~/.cache/fedloom.
     """
     if any(_may_differ(override) for override in overrides):
         return FACTS[name](overrides)
@@ -58,12 +58,12 @@ def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(facts).encode(), durable=False)
         except OSError:
-            pass  # without a place to keep it, it is counted again
+            pass  # if the cache is not writable, the facts are counted again next time
     return facts
 
 
 def _may_differ(override: str) -> bool:
-    """Whether it names code or presets of the user's own, or what differs from one measurement to the next."""
+    """Whether it names the user's own code or presets, or a latency, which differs between measurements."""
     value = override.partition("=")[2]
     return is_import_path(value) or value.endswith(ENDINGS) or "latency_s" in value
 
@@ -78,7 +78,7 @@ def _revision() -> str:
 
 
 def fact(facts: Mapping[str, Any], name: str) -> Mapping[str, float]:
-    """The numbers of a fact by place; ValueError, with those that there are, for one that is not there.
+    """The numbers of a fact by place; ValueError, which lists the known facts, for an unknown one.
 
     The places of a list are tier1, tier2, ..., those of a mapping its keys; a single number has the place "".
     """

@@ -1,4 +1,4 @@
-"""Functions that count facts of a configuration without training: of its space, a dry run, a run, a round's costs."""
+"""Facts of a configuration, counted without training: of its space, a dry run, a whole run, a round's costs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -54,13 +54,13 @@ from fedloom.tiers.devices import TRAINING_FACTOR
 DATASET = "data.dataset="
 MEASURES = ("rounds", "clients", "bytes_down", "bytes_up", "macs")
 FEW_ROUNDS = 5
-"""Rounds whose assignments tell the mean of all of a stage's."""
+"""First rounds of a stage whose mean work stands for that of all its rounds."""
 LANDSCAPES = 8
-"""Synthetic landscapes that each tier's search is tried on."""
+"""Synthetic landscapes on which each tier's search is run."""
 
 
 def space_facts(overrides: Sequence[str]) -> dict[str, Any]:
-    """What `fedloom describe` says of the space and its tiers, and the number of models per tier.
+    """The output of `fedloom describe` for the space and its tiers, and the number of models per tier.
 
     Source: FedorAS, App. E.4, Tab. 8.
     """
@@ -70,7 +70,7 @@ def space_facts(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def family_facts(overrides: Sequence[str]) -> dict[str, Any]:
-    """Of each subnet of `method.family`, by its name there: macs, parameters, bytes (of all that is sent of it).
+    """The macs, parameters and bytes (of everything sent) of each subnet of `method.family`, by its name there.
 
     Source: SuperFed, Tab. 4.
     """
@@ -96,8 +96,8 @@ def partition_facts(overrides: Sequence[str]) -> dict[str, Any]:
 def training_facts(overrides: Sequence[str]) -> dict[str, Any]:
     """The costs of a dry run: rounds, clients (tasks), bytes_down, bytes_up, bytes and macs, each by kind of stage.
 
-    Also macs_per_client and bytes_per_client (of one task), and by_stage with the same by whole stage. MACs are of
-    forward passes. Stages that depend on what was trained are not counted. CIFAR and CINIC are stood in for.
+    Also macs_per_client and bytes_per_client (per task), and by_stage with the same figures per stage. MACs are those
+    of forward passes. Stages that depend on training results are not counted. Black images replace CIFAR and CINIC.
     """
     with TemporaryDirectory(prefix="fedloom-counted-") as folder:
         settings = [f"results={folder}/results", "dry_run=true", "executor.kind=serial"]
@@ -115,10 +115,10 @@ def _costs(stages: pd.DataFrame, by: str) -> dict[str, Any]:
 
 
 def work_facts(overrides: Sequence[str]) -> dict[str, Any]:
-    """The MACs of a whole run, by kind of stage and in total (`macs`); a training step counts as three passes.
+    """The MACs of a whole run, by kind of stage and in total (`macs`); a training step counts as three forward passes.
 
-    Training from fresh weights is counted from the assignments of its first rounds; the other stages say what they
-    expect of a middling network. A transfer is counted as training of the space's smallest and largest network.
+    Training from fresh weights is counted from the assignments of its first rounds; other stages estimate their work
+    for a mid-sized network. A transfer counts as the mean of training the space's smallest and its largest network.
     """
     with TemporaryDirectory(prefix="fedloom-counted-") as folder:
         configs = _counted(compose_config(_without_content(overrides, folder)))
@@ -133,8 +133,8 @@ def work_facts(overrides: Sequence[str]) -> dict[str, Any]:
 def search_facts(overrides: Sequence[str]) -> dict[str, Any]:
     """What the configured search finds on synthetic landscapes: `winners`, the mean metric of each tier's winners.
 
-    A landscape gives every option of every decision a value from a normal distribution; a model's metric is their sum.
-    The space, its tiers and the searches' settings are the configuration's.
+    A landscape draws a value from a normal distribution for every option of every decision; a model's metric is the sum
+    of the values of its options. The space, its tiers and the search settings come from the configuration.
     """
     config = compose_config(overrides)
     search: TierSearchConfig = config.method.search
@@ -158,9 +158,10 @@ def search_facts(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _counted(config: RunConfig) -> list[RunConfig]:
-    """The configurations whose mean work is that of this one: a transfer's network is known when it begins.
+    """The configurations whose mean work stands for this one's: two for a transfer, whose network is not known yet.
 
-    They ask for no tier, as the ends are of the lowest and the highest; clients of all tiers have as much data.
+    These two set no tier, as their networks belong to the lowest and the highest; clients of all tiers have equally
+    much data.
     """
     method = config.method
     if not isinstance(method, TransferConfig):
@@ -205,7 +206,7 @@ def images(
     test: Annotated[int, ONE_OR_MORE, "test samples"],
     classes: Annotated[int, ONE_OR_MORE, "classes, of equal sizes"],
 ) -> Arrays:
-    """Black images of 3 x 32 x 32: a data set's size without its content, so that costs are counted without it."""
+    """Black images of 3 x 32 x 32: they have a data set's size without its content, which is enough to count costs."""
     del config
     parts = [(np.zeros((n, 3, 32, 32), dtype=np.uint8), np.arange(n) % classes) for n in (train, test)]
     return Arrays(parts[0], parts[1], mean=[0.0] * 3, std=[1.0] * 3)
@@ -214,13 +215,13 @@ def images(
 # -- the costs of rounds, without data --------------------------------------------------------------------------------
 
 SUBSPACES, TRAINED, PATHS, MODELS = 1000, 30, 20, 20_000
-"""Draws of what a client receives per tier, those whose paths are counted, paths of each, and models of the space.
+"""Subspaces drawn per tier, those whose paths are counted, paths drawn per subspace, and models drawn from the space.
 
-Means of sizes are exact to .2 %, those of computation and of models to 1 or 2 %.
+Means of sizes are exact to 0.2 %, those of MACs and of models to 1 or 2 %.
 """
 WEIGHT_BYTES = 4
 BOTH_WAYS = 2
-"""What a client receives, it also sends."""
+"""A client returns everything that it receives."""
 
 
 Likelihood = Callable[[ElasticStage, tuple[int, ...]], float]
@@ -228,16 +229,16 @@ Likelihood = Callable[[ElasticStage, tuple[int, ...]], float]
 
 
 def accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """The costs of FedorAS, or of a method of widths, by which of them the configuration's method is."""
+    """The costs of the configured method: `width_accounts` for a width-based method, `fedoras_accounts` for FedorAS."""
     method = compose_config(overrides).method
     return width_accounts(overrides) if isinstance(method, WidthConfig) else fedoras_accounts(overrides)
 
 
 def width_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """The costs of training widths, whose clients receive and return the widest network of their tier.
+    """The costs of a width-based method, whose clients receive and return the widest network of their tier.
 
     sent_parameters (to a client per round, the mean over clients), supernet_parameters, and supernet_bytes (received
-    and sent by all clients in all rounds), without the statistics of batch norms that clients measure in the end.
+    and sent by all clients in all rounds), without the batch-norm statistics that clients measure at the end.
 
     Source: FedorAS, Tab. 17.
     """
@@ -262,7 +263,7 @@ def width_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
 
 
 def fedoras_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """The costs of stages 1 and 3.
+    """The costs of FedorAS' stages 1 (supernet training) and 3 (fine-tuning).
 
     sent_parameters (to a client per round, the mean over clients), supernet_parameters, macs_per_sample (forward) and
     macs_per_round (of all epochs, per sample that a client has), supernet_bytes (received and sent by all clients in
@@ -304,22 +305,22 @@ def fedoras_accounts(overrides: Sequence[str]) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=2)
 def _space(config: str) -> SearchSpace:
-    """The space of a configuration in JSON: its cost tables, which take a second, serve all settings with it."""
+    """The space of a configuration in JSON; cached, because its cost tables take a second and settings share them."""
     return build_space(stored_space(json.loads(config)))
 
 
 def _bytes(stage: TrainingConfig, parameters: float, num_clients: int) -> float:
-    """Bytes in both directions of a stage whose clients all receive and return as many parameters."""
+    """Bytes received and sent in a stage whose clients all receive and return this number of parameters per round."""
     return 2.0 * WEIGHT_BYTES * parameters * stage.rounds * cohort_size(stage, num_clients)
 
 
 def elastic_round_facts(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """What one round of training costs, by the way of training, and that of training k of the family's members alone.
+    """The costs of one training round by training scheme, and of training k members of the family separately.
 
     `communication` is in bytes, up and down, of all clients, `compute` in forward MACs of all clients for one sample
     each; both have the places MaxNet, single-stage, multi-stage, FedAvg smallest and FedAvg largest. Random subnets
-    count by their exact mean over the space, which is what their sum tends to over many rounds. `family` has the same
-    two for the k most expensive members of the family, each trained alone, with the places 1, 2, ...
+    count with their exact mean cost over the space, which the mean over many rounds approaches. `family` has the same
+    two for the k most expensive members of the family, each trained alone, with the places k = 1, 2, ...
 
     Source: SuperFed, App. G, Fig. 6; SuperFedNAS, Sec. 3.2, Fig. 3.
     """
@@ -378,5 +379,5 @@ def _any_depth(stage: ElasticStage) -> float:
 
 
 def _up_to_k(costs: Sequence[float]) -> dict[str, float]:
-    """Costs of the k most expensive ones, by k."""
+    """The sum of the k highest costs, by k."""
     return {str(k): total for k, total in enumerate(accumulate(sorted(costs, reverse=True)), 1)}

@@ -1,4 +1,4 @@
-"""The frames that quantities are read from, and how rows of a run become a number."""
+"""The frames from which quantities are read, and how the rows of a run are reduced to one number."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -66,7 +66,7 @@ def cells(tables: Tables) -> pd.DataFrame:
 
 
 def targets(tables: Tables) -> pd.DataFrame:
-    """What it takes until accuracy on validation data reaches a target: one row per (run, training stage, target).
+    """The cost of reaching a target accuracy on validation data: one row per (run, training stage, target).
 
     Columns: those of `targets.first_reached`, and target (.5 to .9).
     """
@@ -93,7 +93,7 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "clients": lambda tables: by_stage(tables.clients),
     "evaluations": lambda tables: by_stage(tables.evaluations),
 }
-"""The frames that a quantity may be read from; their docstrings say which columns they have."""
+"""The frames from which a quantity may be read; the docstrings of the functions list the columns."""
 OF_VALIDATION = ("candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind", "targets")
 """Frames without a value on test data."""
 
@@ -115,11 +115,11 @@ REDUCTIONS: Mapping[str, Callable[["pd.Series[float]"], float]] = {
     "last": lambda values: float(values.iloc[-1]),
     "count": lambda values: float(len(values)),
 }
-"""How several rows of one run and place become one number; `one` refuses several."""
+"""How the rows of one run and place are reduced to one number; `one` raises ValueError for several rows."""
 
 CONVERSIONS: Mapping[str, Callable[[float], float]] = {
     "none": lambda value: value,
     "perplexity": perplexity_of,
     "error": lambda accuracy: 1.0 - accuracy,
 }
-"""Functions of a number that a table holds."""
+"""Conversions of a number that was read from a table."""

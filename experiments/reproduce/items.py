@@ -1,7 +1,7 @@
-"""The items: tables and figures of the papers as files, with what is run, what is measured and what is claimed.
+"""Items: tables and figures of the papers as YAML files that state runs, quantities and claims.
 
-A file is read by the pydantic models below; `load_item` adds the runs of other items that it reads, and checks that it
-names only what is there.
+The pydantic models below parse a file; `load_item` adds the runs of other items that it reads, and checks that every
+name in it exists.
 """
 
 import re
@@ -43,10 +43,10 @@ SCALES = (PAPER, SMALL)
 """What the paper ran, and what a laptop runs in minutes to a few hours."""
 HOUR_S = 3600.0
 EXPERIMENT = "experiment"
-"""The key of a setting that has a preset of its own."""
+"""The key with which a setting chooses a preset of its own."""
 START_FROM = "method.start_from"
 RUN_OF = "run of "
-"""Before the name of a setting, as the value of `method.start_from`: its run with the same seed."""
+"""Prefix of a setting's name in `method.start_from`: starts from that setting's run with the same seed."""
 DATASET = "data.dataset="
 DEFAULT_DATASET = "digits"
 ONLY = ""
@@ -57,13 +57,13 @@ Spot = tuple[str, str]
 
 
 def read_yaml(text: str) -> Any:
-    """The content of a YAML text, by libyaml's parser where it is installed: eight times as fast, for many items."""
+    """The content of a YAML text; parsed by libyaml where it is installed, which is eight times as fast."""
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 @cache
 def read_counted(file: Path) -> Mapping[str, Mapping[str, Any]]:
-    """What was counted without training, by item and scale, as a file of fedloom's keeps it."""
+    """The content of one of fedloom's files of counts, by item and scale; empty if there is no such file."""
     counts: Mapping[str, Mapping[str, Any]] = read_yaml(file.read_text()) if file.exists() else {}
     return counts
 
@@ -84,7 +84,7 @@ def _one_of(words: Collection[str]) -> AfterValidator:
 def _as_number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("needed", "a number")
-    return value  # pydantic reads texts, too, as which YAML reads 1e6
+    return value  # pydantic also parses strings: YAML reads 1e6 as one
 
 
 def _as_list(value: Any) -> Any:
@@ -97,7 +97,7 @@ Number = Annotated[float, BeforeValidator(_as_number)]
 
 
 class Entry(BaseModel):
-    """A mapping in a file; keys that it does not have are refused."""
+    """A mapping in an item file; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -156,12 +156,12 @@ class Read(Entry):
 
     Attributes:
         frame: name of a frame (see `frames.FRAMES`).
-        value: its column.
-        where: the value, or the values, of other columns in the rows that count.
+        value: the column of the frame with the numbers.
+        where: the rows that count, as the value, or values, that other columns must have.
         place: the column that holds the place; empty for a quantity with one value per setting.
         reduce: how the rows of a run and place become one number (see `frames.REDUCTIONS`).
         times: a factor, such as 100 for percent.
-        convert: a function of the number, before the factor (see `frames.CONVERSIONS`).
+        convert: a function applied to the number before the factor (see `frames.CONVERSIONS`).
     """
 
     frame: Annotated[Text, _one_of(FRAMES), Field(alias="from")]
@@ -174,9 +174,9 @@ class Read(Entry):
 
     @model_validator(mode="after")
     def _is_not_chosen_by_test_data(self) -> "Read":
-        """Refuses the best of several values on test data: which one is reported must not depend on it.
+        """Refuses to select the best of several values on test data: the choice must not depend on test data.
 
-        The worst one, of all clients say, is no choice: it flatters nobody.
+        The worst one, for example of all clients, is allowed: it flatters nobody.
         """
         if self.frame == "evaluations" and "split" not in self.where:
             raise ValueError("say in where which split is read: test or validation")
@@ -190,7 +190,7 @@ class Read(Entry):
 
 
 BEST = {"max": ("accuracy", "metric", "test"), "min": ("loss", "perplexity", "test_loss")}
-"""Reductions that choose the best of several rows, as early stopping does, by values with such names."""
+"""Reductions that select the best of several rows, as early stopping does, if these words are in the value's name."""
 
 
 class Counted(Entry):
@@ -208,7 +208,7 @@ class Counted(Entry):
 
 
 class Operand(Entry):
-    """A quantity in a check, at all of its spots or only in one setting or at one place; in files also its name."""
+    """A quantity in a check, at all of its spots or only at one setting or place; a file may give only its name."""
 
     quantity: Annotated[Text, Field(alias="of")]
     setting: Text | None = None
@@ -222,7 +222,7 @@ class Operand(Entry):
 
 @dataclass(frozen=True)
 class Combined:
-    """A quantity that is the ratio, the difference or, over places, Kendall's tau of two others, seed by seed."""
+    """The ratio, the difference or (over places) Kendall's tau of two other quantities, computed per seed."""
 
     kind: str
     first: Operand
@@ -259,10 +259,10 @@ Two = Annotated[tuple[Operand, Operand], BeforeValidator(_two)]
 
 
 class Quantity(Entry):
-    """Something that the paper publishes and that is measured: values per setting and place.
+    """A quantity that the paper publishes, that is measured, or both: values per setting and place.
 
-    What is only published, such as a baseline that is not part of fedloom, has no source. Settings that are not run
-    (another data set, say) may be among the published ones.
+    A quantity that is only published, such as a baseline that is not part of fedloom, has no source. Published settings
+    may include some that are not run (another data set, for example).
     """
 
     unit: str = ""
@@ -293,7 +293,7 @@ class Quantity(Entry):
 
     @cached_property
     def source(self) -> Read | Counted | Combined | None:
-        """How it is measured; None for what is only published."""
+        """How the quantity is measured; None if it is only published."""
         two = ((kind, getattr(self, kind)) for kind in COMBINED)
         return self.read or self.count or next((Combined(kind, *pair) for kind, pair in two if pair), None)
 
@@ -304,7 +304,7 @@ class Quantity(Entry):
 
 
 class Check(Entry):
-    """One comparison, made at every spot of its operand; `settings` and `places` are the only ones that count."""
+    """One comparison, made at every spot of its operand, or only in these `settings` and `places` if given."""
 
     operand: Annotated[Operand, Field(alias="of")]
     settings: tuple[str, ...] = ()
@@ -312,38 +312,38 @@ class Check(Entry):
 
 
 class Comparison(Check):
-    """A check of the difference of two operands, seed by seed."""
+    """A check of the difference of two operands, paired by seed."""
 
     other: Annotated[Operand, Field(alias="than")]
 
 
 class Greater(Comparison):
-    """The first is greater by a margin."""
+    """The first operand is greater by a margin."""
 
     by: Number = 0.0
 
 
 class Less(Comparison):
-    """The first is less by a margin."""
+    """The first operand is less by a margin."""
 
     by: Number = 0.0
 
 
 class Close(Comparison):
-    """The two differ by at most so much."""
+    """The two operands differ by at most `within`."""
 
     other: Annotated[Operand, Field(alias="to")]
     within: Number
 
 
 class AtLeast(Check):
-    """A limit from below."""
+    """The operand is at least `value`."""
 
     value: Number
 
 
 class AtMost(Check):
-    """A limit from above."""
+    """The operand is at most `value`."""
 
     value: Number
 
@@ -357,11 +357,11 @@ def _tolerance(value: Any) -> tuple[float, bool]:
 
 
 class Band(Check):
-    """A target with a tolerance.
+    """The operand lies within a tolerance of a target.
 
     Attributes:
-        target: None for the published number of each spot.
-        tolerance: in the quantity's unit, or a share of the target, such as 10 %; and whether it is a share.
+        target: the target; None for the published number of each spot.
+        tolerance: a number, and whether it is a share of the target (such as 10 %) or in the quantity's unit.
     """
 
     target: Annotated[float | None, BeforeValidator(lambda value: None if value == "published" else _as_number(value))]
@@ -383,7 +383,7 @@ class Monotone(Check):
 
 
 class CheckEntry(Entry):
-    """A check by its kind, or a list of such in a claim."""
+    """One check, given under its kind; a claim may have a list of checks instead."""
 
     greater: Greater | None = None
     less: Less | None = None
@@ -395,7 +395,7 @@ class CheckEntry(Entry):
 
     @cached_property
     def checks(self) -> tuple[Check, ...]:
-        """The check, or those of a claim's list."""
+        """The check, as a tuple; empty for a claim that has a list."""
         return tuple(check for kind in CheckEntry.model_fields if (check := getattr(self, kind)) is not None)
 
     @model_validator(mode="after")
@@ -411,11 +411,11 @@ class Claim(CheckEntry):
     """What the paper says: it holds if all of its checks do, at every spot, at these scales.
 
     Attributes:
-        scales: at which it is made; none if at all that the item has.
-        needs: the names of the regimes without which it says nothing.
-        counted_in: the item that makes the same comparison: there it counts.
-        is_check: whether it only checks the runs, as that a loss falls; such claims do not count.
-        despite: why the published numbers do not show it, or do not tell; empty if they show it.
+        scales: the scales at which it is made; empty for all scales of the item.
+        needs: the names of the regimes that must be reached for it to be judged.
+        counted_in: the item that makes the same comparison and in which it counts; empty if it counts here.
+        is_check: whether it only checks the runs (that a loss falls, for example); such claims do not count.
+        despite: why the published numbers do not show it or cannot decide it; empty if they show it.
     """
 
     text: Text
@@ -428,17 +428,17 @@ class Claim(CheckEntry):
 
     @property
     def counts(self) -> bool:
-        """Whether it is one of the paper's claims that is made nowhere else."""
+        """Whether it counts as a claim of the paper: neither a check of the runs nor counted in another item."""
         return not self.is_check and not self.counted_in
 
     @cached_property
     def checks(self) -> tuple[Check, ...]:
-        """Its own check, or those of its list."""
+        """The checks of its list, or its own check."""
         return tuple(check for entry in self.all for check in entry.checks) or super().checks
 
 
 class ItemEntry(Entry):
-    """A whole file."""
+    """A whole item file."""
 
     title: Text
     source: Text
@@ -476,7 +476,7 @@ NEEDED = {
     "model": "names with values",
     "too": "at least one",
 }
-"""What is allowed, by the beginning of pydantic's kind of error."""
+"""What is allowed, by the prefix of pydantic's error type."""
 
 
 # -- an item with the runs that it reads -------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ class Scale:
 
     Attributes:
         settings: configuration keys with values, by the setting's name.
-        overrides: of all settings, as `key=value`.
+        overrides: overrides that all settings share, as `key=value`.
         run_by: by setting, the name of the item that runs it.
     """
 
@@ -516,20 +516,20 @@ class Scale:
         return datasets[-1] if datasets else _dataset_in(overrides[0].removeprefix(PRESET))
 
     def part_of(self, setting: str) -> tuple[str, str, str]:
-        """The item, the preset and the data set of a setting: those with the same ones are one ablation."""
+        """The item, the preset and the data set of a setting; settings with the same three form one ablation."""
         preset = str(self.settings[setting].get(EXPERIMENT, self.experiment))
         return self.run_by[setting], preset, self.dataset_of(setting)
 
     @property
     def starts(self) -> dict[str, str]:
-        """The settings whose runs start from another one's, with the name of that one."""
+        """The settings whose runs start from runs of another setting, each with the name of that setting."""
         values = {name: str(changes.get(START_FROM, "")) for name, changes in self.settings.items()}
         return {name: text.removeprefix(RUN_OF) for name, text in values.items() if text.startswith(RUN_OF)}
 
 
 @cache
 def _dataset_in(preset: str) -> str:
-    """The data set that a preset chooses, itself or through the preset that it begins with."""
+    """The data set that a preset chooses, itself or through the preset that it builds on."""
     file = Path(preset) if preset.endswith(ENDINGS) else CONF / "experiment" / f"{preset}.yaml"
     values = read_yaml(file.read_text())
     dataset = values.get("data", {}).get("dataset")
@@ -547,9 +547,9 @@ class Item:
         name: paper and item, such as fedoras/tab6.
         source: where it is published.
         runs_of: the items whose runs it reads, itself among them if it has runs of its own.
-        regimes: what has to be so for the claims that need it to say anything, by name.
-        missing: what fedloom lacks to run it, such as a data set; empty if it can be run. Such an item has published
-            numbers and claims alone, and one scale, whose settings are those that were published.
+        regimes: conditions, by name, that must hold for the claims that need them to be judged.
+        missing: what fedloom lacks to run it, such as a data set; empty if it can be run. An item that cannot be run
+            has only published numbers and claims, and one scale with the published settings.
         file: where it was read from.
     """
 
@@ -567,7 +567,7 @@ class Item:
 
     @property
     def needs_runs(self) -> bool:
-        """Whether anything of it is read from runs; otherwise it is counted in seconds."""
+        """Whether any of its quantities is read from runs; otherwise all are counted, in seconds."""
         return any(isinstance(quantity.source, Read) for quantity in self.quantities.values())
 
 
@@ -582,7 +582,7 @@ def all_items() -> list[Item]:
 
 
 def load_given(text: str) -> Item:
-    """An item by its name, or one of the user's own by the path of its file, which lies in the folder of its paper."""
+    """An item by its name, or a user's own item by the path of its file, whose folder is named after the paper."""
     if not text.endswith(ENDING):
         return load_item(text)
     path = Path(text)
@@ -594,7 +594,7 @@ def load_given(text: str) -> Item:
 
 
 def load_item(name: str, folder: Path = ITEMS) -> Item:
-    """Reads and checks an item; ValueError in one line for an unknown one, and for a file that is not one."""
+    """Reads and checks an item; ValueError, in one line, for an unknown name and for an invalid file."""
     file = folder / f"{name}{ENDING}"
     if not file.is_file():
         known = item_names(folder)
@@ -614,7 +614,7 @@ def load_item(name: str, folder: Path = ITEMS) -> Item:
     else:
         by_item = dict(_runs(entry, name, folder, where))
         runs_of, scales = tuple(by_item), _scales(by_item, where)
-        if entry.runs is not None:  # what it adds is at those scales; others' runs alone are others' items
+        if entry.runs is not None:  # only the scales at which it adds runs; others belong to the other items
             scales = {scale: runs for scale, runs in scales.items() if getattr(entry.runs, scale) is not None}
     item = Item(
         name=name,
@@ -646,7 +646,7 @@ def _entry(file: Path) -> ItemEntry:
 
 @lru_cache
 def _parsed(text: str, where: str) -> ItemEntry:
-    """The content of a file, which other items may read, too."""
+    """The content of a file; cached, because other items may read it too."""
     try:
         return ItemEntry.model_validate(read_yaml(text))
     except ValidationError as error:
@@ -654,7 +654,7 @@ def _parsed(text: str, where: str) -> ItemEntry:
 
 
 def _runs(entry: ItemEntry, name: str, folder: Path, where: str) -> Iterator[tuple[str, RunsEntry]]:
-    """What the other items run whose runs it reads, then its own, with the items' names."""
+    """The runs of the other items that it reads, then its own runs, each with the item's name."""
     others = [other for other in entry.runs_of if other != name]
     _check_known(others, item_names(folder), "item", f"{where}: runs_of: ")
     for other in others:
@@ -670,7 +670,7 @@ def _runs(entry: ItemEntry, name: str, folder: Path, where: str) -> Iterator[tup
 
 
 def _runs_of_item(name: str, folder: Path, before: tuple[str, ...] = ()) -> RunsEntry | None:
-    """What an item runs itself, with seeds and overrides of the first item in `runs_of` if it gives none."""
+    """The item's own runs; seeds and overrides that it leaves out are those of the first item in `runs_of`."""
     if name in before:
         raise ValueError(f"paper/{name}{ENDING}: runs_of goes in a circle: {' to '.join((*before, name))}")
     entry = _entry(folder / f"{name}{ENDING}")
@@ -688,7 +688,7 @@ def _runs_of_item(name: str, folder: Path, before: tuple[str, ...] = ()) -> Runs
 
 
 def _scales(by_item: Mapping[str, RunsEntry], where: str) -> dict[str, Scale]:
-    """The runs of all items as one scale each; ValueError if they have a setting twice, or other seeds or overrides."""
+    """The runs of all items, merged by scale; ValueError for a duplicate setting, and for other seeds or overrides."""
     scales: dict[str, Scale] = {}
     for scale_name in SCALES:
         at_scale = f"{where}: {scale_name}"
@@ -706,7 +706,7 @@ def _scales(by_item: Mapping[str, RunsEntry], where: str) -> dict[str, Scale]:
 
 
 def _together(first: Scale, second: Scale, name: str, where: str) -> Scale:
-    """The runs of the first scale and those that the item of this name adds."""
+    """The runs of the first scale together with those of the second, which the item of this name adds."""
     if twice := [setting for setting in second.settings if setting in first.settings]:
         raise ValueError(f"{where}: {first.run_by[twice[0]]} and {name} both have the setting {twice[0]!r}: rename one")
     if (second.seeds, second.overrides) != (first.seeds, first.overrides):
@@ -717,7 +717,7 @@ def _together(first: Scale, second: Scale, name: str, where: str) -> Scale:
 
 
 def _check_starts(scale: Scale, where: str) -> None:
-    """Raises ValueError for runs that start from a setting that is not there, or is not run before them."""
+    """Raises ValueError for runs that start from an unknown setting, or from one that is not run before them."""
     if any(override.startswith(f"{START_FROM}={RUN_OF}") for override in scale.overrides):
         raise ValueError(f"{where}: {START_FROM}={RUN_OF}NAME stands in settings, not in overrides")
     parts = [scale.part_of(name) for name in scale.settings] if scale.starts else []
@@ -735,7 +735,7 @@ def _check_starts(scale: Scale, where: str) -> None:
 
 
 def _check_quantities(item: Item, where: str) -> None:
-    """Raises ValueError for a combination of what is not there, and for what is measured but not run."""
+    """Raises ValueError for a combination of unknown quantities or settings, and for measuring an item without runs."""
     settings = [*dict.fromkeys(setting for scale in item.scales.values() for setting in scale.settings)]
     above: list[str] = []
     for name, quantity in item.quantities.items():
@@ -750,7 +750,7 @@ def _check_quantities(item: Item, where: str) -> None:
 
 
 def _check_claims(item: Item, where: str) -> None:
-    """Raises ValueError for claims of scales, quantities or settings that are not there, or of what is not measured."""
+    """Raises ValueError for claims with unknown scales, regimes, quantities or settings, or unmeasured quantities."""
     regimes = {f"{where}: regimes: {name}": regime for name, regime in item.regimes.items()}
     claims = {f"{where}: claims {number}": claim for number, claim in enumerate(item.claims, 1)}
     for entry, claim in {**regimes, **claims}.items():

@@ -1,4 +1,4 @@
-"""Measures the quantities of an item: from the tables of its runs that are done, by counting, or from two others."""
+"""Measures an item's quantities: from the tables of its finished runs, by counting, or from two other quantities."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from fedloom.experiments.store.ablations import FOLDER, PLAN, read_ablation
 from fedloom.experiments.store.trials import FINAL, trial_states
 
 Values = Mapping[Spot, Mapping[int, float]]
-"""A quantity by spot and seed."""
+"""The values of a quantity, by spot and seed."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The values of a quantity; exact ones were counted, not drawn, and have no interval."""
+    """The values of a quantity; exact ones were counted instead of sampled over seeds, and have no spread."""
 
     values: Values
     is_exact: bool = False
@@ -36,14 +36,14 @@ NOTHING = Measured({})
 
 @dataclass(frozen=True)
 class Runs:
-    """Tables of runs that are done, with the setting and the seed of each."""
+    """The tables of finished runs, with each run's setting and seed by run id."""
 
     tables: Tables
     places: Mapping[str, tuple[str, int]]
 
 
 def done_runs(part: Part, results: Path) -> Runs | None:
-    """The tables of a part's trials that are done; None if none is."""
+    """The tables of a part's finished trials; None if there are none."""
     folder = results / FOLDER / part.ablation_id
     if not (folder / PLAN).exists():
         return None
@@ -60,7 +60,7 @@ def measured(
 ) -> dict[str, Measured]:
     """Every quantity of an item that can be measured, by name; those without a value are empty.
 
-    `known` are values that were read from runs, or counted, before; these are neither read nor counted again.
+    `known` holds values that were read from runs or counted before; these quantities are not measured again.
     """
 
     @cache
@@ -89,7 +89,7 @@ def measured(
 
 
 def _read(read: Read, frame: pd.DataFrame, places: Mapping[str, tuple[str, int]]) -> Iterator[tuple[Spot, int, float]]:
-    """The values of a quantity by spot and seed; ValueError for a column that is not there."""
+    """The values of a quantity with spot and seed; ValueError for an unknown column."""
     for column in (read.value, *read.where, *([read.place] if read.place else [])):
         if column not in frame.columns:
             raise ValueError(f"{read.frame} has no column {column!r}; it has {', '.join(map(str, frame.columns))}")
@@ -106,7 +106,7 @@ def _read(read: Read, frame: pd.DataFrame, places: Mapping[str, tuple[str, int]]
 
 
 def _counted(counted: Counted, scale: Scale) -> Measured:
-    """A fact in all settings, as the exact value of the first seed."""
+    """A fact in all settings whose data is present, as an exact value under the first seed."""
     values = {
         (setting, place): {scale.seeds[0]: value * counted.times}
         for setting in scale.settings
@@ -117,7 +117,7 @@ def _counted(counted: Counted, scale: Scale) -> Measured:
 
 
 def lacking(counted: Counted, scale: Scale, setting: str) -> str:
-    """The data that has to be there to count this in a setting, and where it belongs; empty if nothing is missing."""
+    """The data that is missing to count this in a setting, and where it belongs; empty if nothing is missing."""
     dataset = scale.dataset_of(setting)
     return missing_data(dataset, scale.overrides) if counted.facts in OF_DATA and dataset not in SIZES else ""
 
@@ -126,7 +126,7 @@ def lacking(counted: Counted, scale: Scale, setting: str) -> str:
 
 
 def combined(source: Combined, known: Mapping[str, Measured]) -> Measured:
-    """The ratio or the difference of two quantities, or their rank correlation over places, seed by seed."""
+    """The ratio or the difference of two quantities, or their rank correlation over places, per seed."""
     first, second = at(known, source.first), at(known, source.second)
     if source.kind == "tau":
         return _rank_correlation(first, second)
@@ -154,7 +154,7 @@ def _rank_correlation(first: Measured, second: Measured) -> Measured:
 
 
 def at(known: Mapping[str, Measured], operand: Operand) -> Measured:
-    """An operand's quantity where it names it; a named setting or place is the spot's no longer: it is "" there."""
+    """The operand's quantity, only in the setting and at the place that it names, which become "" in the spots."""
     quantity = known.get(operand.quantity, NOTHING)
     values = {
         ("" if operand.setting is not None else setting, "" if operand.place is not None else place): by_seed
@@ -165,9 +165,9 @@ def at(known: Mapping[str, Measured], operand: Operand) -> Measured:
 
 
 def paired(first: Measured, second: Measured, spot: Spot) -> dict[int, tuple[float, float]]:
-    """The values of both at a spot of the first, by seed; an exact value pairs with every seed.
+    """The values of both quantities at a spot of the first, by seed; an exact value pairs with every seed.
 
-    A spot of the second is the same one, or the one without the setting or the place that it names itself.
+    The second is read at the same spot, or at the one with "" for the setting or the place that its operand names.
     """
     setting, place = spot
     others = [(setting, place), ("", place), (setting, ""), ("", "")]

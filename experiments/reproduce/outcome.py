@@ -1,4 +1,4 @@
-"""What is known of an item in a results folder, and its tables: published, measured and their difference, and claims.
+"""The outcome of an item in a results folder, as tables of published and measured numbers, differences and claims.
 
 Nothing is run or written.
 """
@@ -48,21 +48,21 @@ class Row:
 
     @property
     def difference(self) -> float | None:
-        """Measured less published, if both are known."""
+        """Measured minus published; None unless both are known."""
         return None if self.published is None or self.measured is None else self.measured.mean - self.published.value
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of an item at a scale: rows, verdicts, and what its runs still lack.
+    """The outcome of an item at a scale: its numbers, its verdicts, and what is still missing.
 
     Attributes:
         is_own: whether the runs are the item's own, and not changed by the command line.
         missing: sentences about data that is not there and runs that are not done.
         runs: how many of its runs are done, and how many there are.
-        record: what the values were kept in; None if they are from runs in the results folder.
-        regimes: whether the regimes were reached that claims need.
-        repeated: how what runs here have measured compares with the record; None if it is the record, or there is none.
+        record: the record that the values are from; None if they are from runs in the results folder.
+        regimes: verdicts that say whether the regimes that claims need were reached.
+        repeated: how values measured by runs here compare with the record; None if there is nothing to compare.
     """
 
     item: Item
@@ -78,10 +78,10 @@ class Outcome:
 
 
 def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = False) -> Outcome:
-    """Measures an item from what its runs have left so far, and judges its claims.
+    """Measures an item from its runs that are finished so far, and judges its claims.
 
-    With `recorded`, the item's record stands for runs of which none is here; one of other runs is named as missing.
-    What was counted is recorded, too, and not counted anew.
+    With `recorded`, an item without runs here uses its record; a record of other runs is reported under `missing`.
+    Recorded counts are then used, too, instead of counting again.
     """
     scale = asked.of(item.scales[asked.scale])
     parts = parts_of(item, asked) if item.needs_runs else []
@@ -91,7 +91,7 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     old = [f"{record_file(item, asked.scale)} does not count: it is of other runs"] if is_old else []
     planned = sum(part.num_runs for part in parts)
     if record is not None:
-        # All parts are still to be run if runs of the record's own ablations are not in it.
+        # If the record lacks runs of its own ablations, all parts still have to be run.
         recorded_parts = [part for part in parts if part.ablation_id in record.ablations]
         if record.runs[0] >= sum(part.num_runs for part in recorded_parts):
             parts = [part for part in parts if part.ablation_id not in record.ablations]
@@ -100,7 +100,7 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     num_done = sum(len(each.places) for each in runs)
     read = [name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)]
     all_done = runs and num_done == planned
-    # A wrong word in an item would otherwise look like runs that are still to come.
+    # Otherwise a wrong word in an item would look like runs that are not done yet.
     empty = [f"{name}: no run has a value of it" for name in read if all_done and not values[name].values]
     regimes, judged = verdicts(item, asked.scale, values, [*scale.settings], scale.seeds)
     if record is not None and record.claims:
@@ -172,14 +172,14 @@ def blocks(outcome: Outcome) -> list[Block]:
 
 
 def number_blocks(outcome: Outcome) -> Iterator[Block]:
-    """A table per set of places, with these as columns; three lines per quantity and setting."""
+    """A table per set of places, which are its columns; up to three lines per quantity and setting."""
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in outcome.rows:
         lines.setdefault((row.quantity, row.spot[0]), []).append(row)
     settings = outcome.item.scales[outcome.scale].settings
     by_places: dict[tuple[str, ...], list[list[Row]]] = {}
     for (_, setting), rows in lines.items():
-        # What only the paper has is left out at another scale; "" is the setting of what compares two settings.
+        # Settings that only the paper has are left out at the small scale; "" is for quantities over two settings.
         if outcome.scale == PAPER or setting in (*settings, ""):
             by_places.setdefault(tuple(row.spot[1] for row in rows), []).append(rows)
     texts: tuple[str, ...] = _about(outcome)
@@ -191,7 +191,7 @@ def number_blocks(outcome: Outcome) -> Iterator[Block]:
 
 
 def _about(outcome: Outcome) -> tuple[str, ...]:
-    """Where the numbers are from."""
+    """Where the numbers come from, as the text of a table."""
     item, scale = outcome.item, outcome.item.scales[outcome.scale]
     if item.missing:
         return tuple(filter(None, (f"{item.source}. Published numbers alone: it cannot be run here.", item.note)))
@@ -204,9 +204,9 @@ def _about(outcome: Outcome) -> tuple[str, ...]:
 
 
 def _cells(rows: Sequence[Row], outcome: Outcome) -> Iterator[tuple[str, ...]]:
-    """The lines of a quantity in a setting: published, measured, difference, as far as there are numbers.
+    """The lines of a quantity in a setting: published, measured and difference, where there are numbers.
 
-    Levels of another scale, with other data and fewer rounds, have no difference from the published ones.
+    The difference is shown at the paper scale only: another scale has other data and fewer rounds.
     """
     name = f"{rows[0].quantity} ({rows[0].unit})" if rows[0].unit else rows[0].quantity
     kinds = [
@@ -228,7 +228,7 @@ def _published_text(number: Published | None) -> str:
 
 
 def _interval_text(interval: Interval | None) -> str:
-    """A mean with its interval; a number alone if it was counted, or comes from fewer than three seeds."""
+    """A mean with its interval, or without if all seeds are equal or there are fewer than three."""
     if interval is None:
         return ABSENT
     if interval.low is None or interval.high is None:

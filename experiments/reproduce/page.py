@@ -23,11 +23,11 @@ from fedloom.platform.results.store import output_folder
 
 MOST_PANELS, MOST_SETTINGS = 4, 7
 ROOM = 32
-"""Letters that fit below a panel side by side."""
+"""Letters of tick labels that fit below a panel without rotation."""
 SIDE_BY_SIDE = next(iter(looks([""]).values()))
-"""The colour and marker of settings that are named below the panel."""
+"""The colour and marker of settings that are named on the x axis."""
 SHIFT, APART = 0.2, 0.04
-"""Distance between two settings' points at one place, and half of that from published to measured, in places."""
+"""Distance between two settings' points at one place, and half the distance from published to measured, in places."""
 
 
 def write_page(board: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
@@ -79,13 +79,13 @@ def picture(outcome: Outcome) -> Picture | None:
 
 
 def _settings(rows: Sequence[Row]) -> list[str]:
-    """The settings of a panel in which something was measured: all that stand side by side, or those with a colour."""
+    """A panel's settings with measured values: all if they are on the x axis, else at most `MOST_SETTINGS`."""
     settings = list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))
     return settings if _is_by_setting(rows) else settings[:MOST_SETTINGS]
 
 
 def _is_by_setting(rows: Sequence[Row]) -> bool:
-    """Whether there is one value per setting, so that settings stand where others have places."""
+    """Whether there is one value per setting, so that the x axis shows settings instead of places."""
     return all(row.spot[1] == "" for row in rows if row.measured is not None)
 
 

@@ -1,4 +1,4 @@
-"""Plans the runs of an item: an ablation per preset and data set, whose id follows from the item: it is found again."""
+"""Plans the runs of an item: an ablation per preset and data set, found again by an id that follows from the item."""
 
 import itertools
 import json
@@ -24,8 +24,8 @@ class Asked:
     """What a command line asks for: a scale, and what it changes.
 
     Attributes:
-        changes: overrides that change what is computed: the runs are then not the item's own.
-        free: overrides of where and how it is computed.
+        changes: overrides that change what is computed; the runs are then not the item's own.
+        free: overrides that only change where and how it is computed.
         seeds: other seeds than the item's; empty for its own.
     """
 
@@ -36,11 +36,11 @@ class Asked:
 
     @property
     def is_own(self) -> bool:
-        """Whether what is computed is what the item says; only that counts on the scoreboard."""
+        """Whether exactly what the item says is computed; only such runs count on the scoreboard."""
         return not self.changes and not self.seeds
 
     def of(self, scale: Scale) -> Scale:
-        """The scale with what was changed."""
+        """The scale with the changed seeds and overrides."""
         return replace(scale, seeds=self.seeds or scale.seeds, overrides=(*scale.overrides, *self.changes))
 
 
@@ -54,20 +54,23 @@ class Part:
 
     @property
     def num_runs(self) -> int:
-        """Every setting with every seed."""
+        """The number of runs: every setting with every seed."""
         return len(self.scale.settings) * len(self.scale.seeds)
 
 
 def asked(item: Item, overrides: Sequence[str]) -> Asked:
-    """What `scale=NAME seeds=[...] key=value ...` ask of an item; ValueError for a scale or a value that cannot be.
+    """Parses `scale=NAME seeds=[...] key=value ...` for an item; ValueError for an invalid scale, key or value.
 
-    Without `scale` it is small, which a laptop can do, or the only scale that the item has.
+    The default scale is small, which a laptop can run, or the only scale that the item has.
     """
     words = {o.partition("=")[0]: o.partition("=")[2] for o in overrides if o.partition("=")[0] in (SCALE, SEEDS)}
     scale_name = words.get(SCALE, SMALL)
     if scale_name not in SCALES:
         raise ValueError(f"scale={scale_name}: there are {' and '.join(SCALES)}")
-    if scale_name not in item.scales:  # what needs no training is counted at the paper's scale alone
+    if scale_name not in item.scales:  # items that need no training have only the paper scale
+        if SCALE in words:
+            known = " and ".join(item.scales)
+            raise ValueError(f"scale={scale_name}: {item.name} has the scale {known} alone; leave scale out")
         scale_name = next(iter(item.scales))
     scale = item.scales[scale_name]
     seeds: tuple[int, ...] = ()
@@ -116,15 +119,15 @@ def parts_of(item: Item, asked_for: Asked) -> list[Part]:
 
 
 def parts_before(scale: Scale, parts: Iterable[Part]) -> list[Part]:
-    """The parts from whose runs those of a scale start."""
+    """The parts with the runs from which a scale's runs start."""
     settings = {*scale.starts.values()}
     return [part for part in parts if settings & {*part.scale.settings}]
 
 
 def _ablation_id(run_by: str, scale_name: str, scale: Scale, before: Sequence[str]) -> str:
-    """A name that changes with whatever changes the runs, so that the results of other runs are never taken for it.
+    """An id that changes with anything that changes the runs, so that results of other runs are never taken for theirs.
 
-    `before` are the ids of the ablations from whose runs they start.
+    `before` holds the ids of the ablations from whose runs these start.
     """
     content = json.dumps([scale.experiment, [*scale.settings.items()], scale.seeds, scale.overrides, *before])
     preset = re.sub(r"[^A-Za-z0-9_]+", "_", scale.experiment)[:40]
@@ -133,11 +136,11 @@ def _ablation_id(run_by: str, scale_name: str, scale: Scale, before: Sequence[st
 
 
 def without_common_keys(scale: Scale) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The settings and the overrides of a scale so that no key is in both, as ablations want it.
+    """The settings and the overrides of a scale, rearranged so that no key is in both, as ablations require.
 
-    An override that a setting changes is given to the settings that do not.
+    An override of a key that some settings change moves into the settings that do not change it.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser  # which a list of items does not need
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # not needed to list items
 
     varied = {key for changes in scale.settings.values() for key in changes}
     read = OverridesParser.create().parse_overrides(list(scale.overrides))
@@ -147,9 +150,9 @@ def without_common_keys(scale: Scale) -> tuple[dict[str, dict[str, Any]], list[s
 
 
 def planned(item: Item, part: Part, asked_for: Asked, results: Path) -> Ablation:
-    """The plan of a part; every trial's configuration is composed and checked. ValueError names the item.
+    """The plan of a part, with every trial's configuration composed and checked; a ValueError names the item.
 
-    A run that starts from another setting's is given that one's id, which follows from the item, too.
+    A run that starts from a run of another setting is given that run's id, which also follows from the item.
     """
     from fedloom.experiments.ablation.config import AblationConfig, AxisConfig
     from fedloom.experiments.ablation.plan import plan_of  # imports torch, which a list of items does not need
@@ -182,7 +185,7 @@ def planned(item: Item, part: Part, asked_for: Asked, results: Path) -> Ablation
 
 
 def _started_from(trial: Trial, run_id: str) -> Trial:
-    """The trial with a run in the place of the setting's name; its override is what repeats it by hand."""
+    """The trial with a run id in place of the setting's name, also in its override, so that it can be run by hand."""
     section, _, key = START_FROM.partition(".")
     config = {**trial.config, section: {**trial.config[section], key: run_id}}
     overrides = [f"{START_FROM}={run_id}" if o.startswith(f"{START_FROM}=") else o for o in trial.overrides]
@@ -190,9 +193,9 @@ def _started_from(trial: Trial, run_id: str) -> Trial:
 
 
 def missing_data(dataset: str, overrides: Sequence[str] = ()) -> str:
-    """What is missing of a data set of fedloom's on this machine, and where it belongs; empty if nothing is.
+    """What this machine lacks of a built-in data set, and where it belongs; empty if nothing is missing.
 
-    `overrides` may say where the originals lie (`data.root=FOLDER`).
+    `overrides` may name the folder of the original files (`data.root=FOLDER`).
     """
     from fedloom.platform.data.config import DataConfig
     from fedloom.platform.data.registry import DATASETS

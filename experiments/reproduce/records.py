@@ -1,4 +1,4 @@
-"""What an item's own runs have measured, kept beside it, so that its claims can be seen without hours of training.
+"""Records of what an item's own runs measured, kept beside it to show its claims without hours of training.
 
 A file per item and scale in the paper's folder `recorded`: JSON with values by quantity, setting, place and seed.
 """
@@ -23,7 +23,7 @@ from fedloom.platform.results.files import check_writable, write_atomically
 
 FOLDER = "recorded"
 COUNTED = ITEMS / "counted.yaml"
-"""What is counted without training, by item, scale, quantity, setting and place; a test keeps the file up to date."""
+"""File of what is counted without training, by item, scale, quantity, setting, place; a test keeps it up to date."""
 LATER = (
     "label_sets",
     "balanced_classes",
@@ -41,12 +41,12 @@ LATER = (
     "jitter",
     "server_bytes_per_s",
 )
-"""Keys that came after the first records, which are of runs without them."""
+"""Configuration keys that are newer than the first records, whose runs did not have them."""
 LATER_WORDS = (
     *(("aggregator", "mean"), ("optimizer", "sgd"), ("optimizer_state", "fresh"), ("shards_per_client", 2)),
     ("availability_share", 0.35),
 )
-"""Others, with the values of runs without them."""
+"""Further newer keys, each with the value that runs without the key used."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Record:
         ablations: the ids of the ablations whose runs were measured.
         runs: how many of the item's runs are in it, and how many the item has.
         computed: a hash of what the runs of these ablations compute, with the presets' content.
-        reads: a hash of how the quantities are read that have values.
+        reads: a hash of how the quantities with values are read.
         claims: a hash of each claim of the item when it was recorded; earlier records have none.
-        seeds: those of the runs.
-        code: the commits, versions and processors by which the runs were computed, as text.
+        seeds: the seeds of the runs.
+        code: the commits, versions and processors with which the runs were computed, as text.
         day: when it was recorded, as 2026-11-23.
-        hours: those of all rounds that the runs computed themselves, one after the other.
-        values: by quantity.
-        earlier: by ablation, the keys that its runs had otherwise than the presets have them now.
+        hours: total duration of all rounds that the runs computed themselves.
+        values: the values, by quantity, spot and seed.
+        earlier: by ablation, the keys, with values, in which its runs differ from the presets of today.
     """
 
     ablations: tuple[str, ...]
@@ -86,7 +86,7 @@ class Record:
 
     @property
     def text(self) -> str:
-        """When, and from how much it was measured."""
+        """When it was recorded, from how many runs, presets and code, as a phrase."""
         done, planned = self.runs
         number = f"{done}" if self.is_whole else f"{done} of {planned}"
         keys = {f"{key}={value}": None for of_ablation in self.earlier.values() for key, value in of_ablation.items()}
@@ -96,7 +96,7 @@ class Record:
 
     @property
     def in_short(self) -> str:
-        """That it is a record, of earlier presets if it is, and of how many runs if some are not in it."""
+        """The word recorded, with the number of runs if some are missing, and a note if presets have changed."""
         number = "" if self.is_whole else f", {self.runs[0]} of {self.runs[1]} runs"
         return f"recorded{number}{', earlier presets' if self.earlier else ''}"
 
@@ -112,9 +112,9 @@ def record_file(item: Item, scale: str) -> Path:
 def record_of(item: Item, asked: Asked) -> Record | None:
     """The record of the item's own runs; None if there is none, or if the item runs or reads something else now.
 
-    What the item runs and reads besides has no values in it. Of fedloom's own items a test finds those whose presets
-    have other values now, unless `earlier` names them; of others this does, as it takes a while. Raises ValueError for
-    a damaged file.
+    Runs and quantities that the item has besides have no values in it. Whether presets differ from those of the record
+    (except for keys in `earlier`) takes a while to check: a test does so for fedloom's own items, this function for
+    all others. Raises ValueError for a damaged file.
     """
     file = record_file(item, asked.scale)
     if not asked.is_own or not file.exists():
@@ -129,9 +129,9 @@ def record_of(item: Item, asked: Asked) -> Record | None:
 
 
 def recorded_counts(item: Item, scale: Scale, asked: Asked) -> dict[str, Values]:
-    """The counted quantities of one of fedloom's own items, as exact values of the first seed.
+    """The recorded counts of one of fedloom's own items, as exact values under the first seed.
 
-    Without those that are counted otherwise now, and those that came later.
+    Quantities that are counted differently now, or were added later, are left out.
     """
     if not asked.is_own or not item.file.is_relative_to(ITEMS):
         return {}
@@ -149,7 +149,7 @@ def recorded_counts(item: Item, scale: Scale, asked: Asked) -> dict[str, Values]
 
 
 def counted_of(item: Item, scale: Scale, quantity: str) -> str:
-    """A hash of what is counted: the quantity's source in the configuration of every setting."""
+    """A hash of what is counted: the quantity's source and the overrides of every setting."""
     source = item.quantities[quantity].source if quantity in item.quantities else None
     content = repr([source, {setting: scale.overrides_of(setting) for setting in scale.settings}])
     return sha256(content.encode()).hexdigest()[:16]
@@ -158,7 +158,7 @@ def counted_of(item: Item, scale: Scale, quantity: str) -> str:
 def recorded_scale(
     item: Item, asked: Asked, ablations: Collection[str], earlier: Mapping[str, Mapping[str, Any]]
 ) -> Scale:
-    """The scale with the settings of these ablations alone, and what its presets had otherwise."""
+    """The scale with only the settings of these ablations, and with the earlier values of keys that presets changed."""
     parts = [part for part in parts_of(item, asked) if part.ablation_id in ablations]
     before = {setting: earlier.get(part.ablation_id, {}) for part in parts for setting in part.scale.settings}
     scale = item.scales[asked.scale].only([*before])
@@ -168,7 +168,7 @@ def recorded_scale(
 
 
 def read_record(file: Path) -> Record:
-    """The record in a file; ValueError if it is none."""
+    """The record in a file; ValueError if the file is damaged."""
     try:
         known: dict[str, Any] = json.loads(file.read_bytes())
         values: dict[str, Values] = {
@@ -223,7 +223,7 @@ def claim_hash(claim: Claim, item: Item) -> str:
 def computed(scale: Scale) -> str:
     """A hash of all that the runs of a scale compute: every setting's whole configuration, and the seeds.
 
-    Keys without a value do not count, so that a new one does not make a record old.
+    Keys without a value, or without an effect, do not count, so that a new key does not invalidate a record.
     """
     configs = [_without_defaults(_computed_by(scale, setting)) for setting in scale.settings]
     content = json.dumps([configs, scale.seeds], sort_keys=True)
@@ -247,10 +247,10 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 
 
 def _without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that there are.
+    """The configuration without keys that have no effect.
 
-    Privacy and adapters that are off are none, nor are nobody's attacks, nor an early end that nobody asked for, nor is
-    a newer switch at its default.
+    These are keys that are None; privacy, adapters, attacks and early stopping that are off; and newer keys at their
+    default.
     """
     return {
         name: _without_defaults(value) if isinstance(value, Mapping) else value
@@ -270,12 +270,12 @@ def _without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Repeated:
-    """What runs here have measured again of what was recorded.
+    """Recorded values compared with those that runs here measured again.
 
     Attributes:
-        equal: how many values of one seed are equal to the bit, of `values`; times that a clock measured do not count.
-        within: how many spots have a mean within the 95 % prediction interval of the record's other seeds, of `spots`:
-            that of the mean of as many further seeds. Spots of which fewer than three others were recorded are none.
+        equal: how many of `values` (compared per seed) are equal to the bit; wall times and peak memory do not count.
+        within: how many of `spots` have a mean within the 95 % prediction interval that the record's other seeds give
+            for the mean of as many further seeds. Spots with fewer than three other recorded seeds do not count.
     """
 
     equal: int
@@ -285,24 +285,25 @@ class Repeated:
 
     @property
     def text(self) -> str:
-        """Both in one sentence."""
+        """Both counts in one sentence."""
         within = f"{self.within} of {self.spots} means are within the 95 % prediction intervals of its other seeds"
         equal = f"Of the record's values {self.equal} of {self.values} are equal to the bit"
         return f"{equal}{f'; {within}' if self.spots else ''}."
 
 
 BY_THE_CLOCK = ("wall_s", "peak_memory_bytes")
-"""Columns of values that no second run repeats."""
+"""Columns whose values a second run does not repeat."""
 
 
 def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Repeated | None:
-    """Compares runs, of the item's own or of other seeds, with the record; None without one, or without common values.
+    """Compares runs, with the item's own or other seeds, with the record; None without a record or common values.
 
-    A value is compared with that of its seed, and a mean with what the recorded seeds predict that were not run again.
+    A value is compared with the record's of the same seed, a mean with the prediction of the recorded seeds that were
+    not run again.
     """
     try:
         record = None if asked.changes else record_of(item, Asked(asked.scale))
-    except ValueError:  # a damaged record is refused where records are asked for
+    except ValueError:  # a damaged record is reported where records are requested
         record = None
     if record is None or record.earlier:  # runs of other presets repeat nothing
         return None
@@ -326,21 +327,21 @@ def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Re
 
 
 def check_recordable(item: Item, asked: Asked) -> None:
-    """Raises ValueError for an item without runs, for runs that the command line changed, and for a place of no use."""
+    """Raises ValueError for an item without runs, changed runs, a damaged record, and a folder that is not writable."""
     if item.missing or not item.needs_runs:
         raise ValueError(f"{item.name}: {item.missing or 'what is counted without training is not recorded'}")
     if not asked.is_own:
         raise ValueError(f"{item.name}: runs that the command line changes are not recorded")
-    record_of(item, asked)  # a damaged one is found before hours of training
+    record_of(item, asked)  # raises for a damaged record before hours of training
     check_writable(item.file.parent, "the item's folder")
 
 
 def record(item: Item, asked: Asked, results: Path) -> Path:
-    """Keeps what the item's own runs in this folder have measured, beside the item; returns the file.
+    """Records, beside the item, what its own runs in this results folder measured; returns the file.
 
-    Runs that are not done are left out, and counted. Values of other ablations of the item, recorded before, stay.
-    Raises ValueError if no run is done, for runs of presets as they were before, and for fewer runs than the record has
-    that is there.
+    Runs that are not done are left out; the record says how many it has. Earlier values of the item's other ablations
+    stay. Raises ValueError if no run is done, if presets have changed since the runs, and if the record that these runs
+    would replace has more runs or further ablations.
     """
     check_recordable(item, asked)
     parts = parts_of(item, asked)
@@ -357,13 +358,13 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
         raise ValueError(f"{file} has {known.runs[0]} runs, here are {runs}: delete it if these shall replace them")
     scale = item.scales[asked.scale]
     code = dict.fromkeys(text for done in begun.values() for text in _computed_with(done))
-    # Without the rounds of supernets that other runs have trained, which the tables of `done_runs` repeat.
+    # Read again, because the tables of `done_runs` include the rounds of supernets that other runs have trained.
     rounds = load_paths([p for done in begun.values() for p in done.tables.paths], ["rounds"]).rounds
     hours = float(rounds["wall_s"].sum()) / HOUR_S + (others.hours if others is not None else 0.0)
     ablations = (*(others.ablations if others is not None else ()), *begun)
     quantities = measured(item, scale, [*begun.values()])
     before = {} if others is None else others.values
-    # What is counted or combined is not kept, as it takes seconds.
+    # Counted and combined quantities are not kept: they take only seconds.
     names = [name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)]
     all_values = {name: {**before.get(name, {}), **quantities[name].values} for name in names}
     values = {name: by_spot for name, by_spot in all_values.items() if by_spot}
@@ -401,10 +402,10 @@ def _computed_with(done: Runs) -> Iterator[str]:
 
 
 def _check_presets(part: Part, done: Runs, results: Path) -> None:
-    """Raises ValueError for runs that were of other presets than today's, whose values would be taken for theirs.
+    """Raises ValueError for runs whose presets differ from today's, because the record would mix the two up.
 
-    Keys that a run's configuration does not know are newer than it, and do not count; nor does the seed, nor the run
-    that it started from, which is another one with every seed.
+    Keys that a run's configuration lacks are newer than the run and do not count; neither do the seed and the run from
+    which it started, which differs for every seed.
     """
     from fedloom.platform.runs.resuming import what_is_computed  # imports torch
 

@@ -1,4 +1,4 @@
-"""`fedloom calibrate`: how many MACs per second a simulated device does, from measured training of a real one."""
+"""`fedloom calibrate`: the MACs per second of a simulated device, from the measured training of a real one."""
 
 import time
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from fedloom.tiers.device_files import read_measured_training, write_device_tabl
 from fedloom.tiers.devices import DeviceProfile
 
 LEAST_S, LEAST_RUNS = 2.0, 3
-"""How long a client's training is repeated here, and how often at least; the first training is a warm-up."""
+"""Minimum seconds and number of a client's timed trainings; one more before them is a warm-up."""
 
 
 def calibrate(
@@ -40,7 +40,7 @@ def calibrate(
     measured: Path | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """The rate of a device, or of each device of a file `measured`, which become a device table in `out`.
+    """The MACs per second of a device, or of each device in the file `measured`, written as a device table to `out`.
 
     Without `seconds` and `measured` a client's training is timed on this machine's CPU. Raises ValueError for an
     architecture that the space does not have, a damaged file, and options that do not belong together.

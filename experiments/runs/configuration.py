@@ -42,8 +42,8 @@ MOST_NAMES = 8
 def compose_config(overrides: Sequence[str]) -> RunConfig:
     """Composes the configuration of a run.
 
-    Hydra composes the chosen preset and method, once for all configurations that choose them. The other overrides
-    change single values of that.
+    Hydra composes the chosen preset and method, once for all configurations that choose the same. The other overrides
+    then change single values.
 
     Raises ValueError with one line for a key or value that is unknown or out of range.
     """
@@ -85,7 +85,7 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The stored configuration with what was so before a key was there, where that is not the key's default."""
+    """The stored configuration, completed with the former behaviour of newer keys where defaults differ from it."""
     data, method, objective = values["data"], values["method"], values["objective"]
     if "balanced_classes" not in data and data["dataset"] == "speech_commands":
         values = {**values, "data": {**data, "options": {"features": "slaney", "silence": None, **data["options"]}}}
@@ -98,7 +98,7 @@ def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_resolved(values: Any) -> None:
-    """Raises ValueError for a text that OmegaConf would resolve, such as ${oc.env:NAME}: stored values never are."""
+    """Raises ValueError for text that OmegaConf would resolve, such as ${oc.env:NAME}: stored values never are."""
     if text := next((text for text in texts_of(values) if "${" in text), ""):
         raise ValueError(f"{shown(text, repr)} is no value that can be stored: what is stored is never resolved")
 
@@ -106,10 +106,10 @@ def check_resolved(values: Any) -> None:
 def stored_config(results: str | Path, run_id: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
     """A run's full id and its stored configuration, with `results` as given; downloads a run at a URL first.
 
-    Its addresses and folders are this machine's (see `placed_here`); those of the run that `overrides` do not give
-    again are named in a warning.
+    Addresses and folders are replaced by this machine's (see `placed_here`); a warning names those of the run that
+    `overrides` do not set again.
 
-    `run_id` is an id, its beginning, a name or a tag of one run.
+    `run_id` is an id, its beginning, or a name or tag of exactly one run.
 
     Raises ValueError for an unknown run and for a configuration that is unreadable or differs from the recorded one.
     """
@@ -134,7 +134,7 @@ def stored_config(results: str | Path, run_id: str, overrides: Sequence[str] = (
 
 
 def tell_left_out(what: str, stored: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-    """Warns of stored addresses and folders that are not used, and that no override gives again."""
+    """Warns of stored addresses and folders that are not used here, unless an override sets them again."""
     if not all(isinstance(stored.get(section), Mapping) for section in ("data", "ray")):
         return
     given_keys = {override.lstrip("+").partition("=")[0] for override in overrides}
@@ -148,8 +148,8 @@ def tell_left_out(what: str, stored: Mapping[str, Any], overrides: Sequence[str]
 
 
 def tell_of_attack(config: RunConfig, overrides: Sequence[str]) -> None:
-    """Warns of a chosen attack without attackers where the configuration does not show that it was chosen."""
-    if config.attack.share or config.attack.name != AttackConfig().name:  # others are said with all keys
+    """Warns if an override names the default attack without attackers, which the configuration alone does not show."""
+    if config.attack.share or config.attack.name != AttackConfig().name:  # the check of all keys warns of others
         return
     if any(read(override).key == "attack.name" for override in overrides):
         logger.warning("attack.name=%s has no effect with attack.share=0.0: it is for attackers", config.attack.name)
@@ -181,7 +181,7 @@ def _config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _checked(values: Mapping[str, Any]) -> RunConfig:
-    """The same, with the checks of combinations of values."""
+    """The configuration with these values, after checks of their combinations; ValueError if one fails."""
     config = _config(values)
     check_resolved(values)
     check_name("experiment", config.experiment)
@@ -199,7 +199,7 @@ def _checked(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _check_choice(key: str, value: str) -> None:
-    """Raises ValueError for a preset or a method that does not exist; the user's own are found later."""
+    """Raises ValueError for a preset or a method that does not exist; the user's own are looked up later."""
     kind, names = ("preset", experiments()) if key == "experiment" else ("method", [*METHODS])
     is_own = value.endswith(ENDINGS) if key == "experiment" else is_import_path(value)
     if is_own and key == "experiment" and not is_path(value):
@@ -214,7 +214,7 @@ def _check_choice(key: str, value: str) -> None:
 
 
 def _sources_of(choices: Mapping[str, str]) -> tuple[Any, ...]:
-    """What the user's own preset and method are at present: files change, and a notebook loads a module anew."""
+    """The present content of the user's own preset and method, as a cache key: files change, modules are reloaded."""
     preset, method = Path(choices.get("experiment", "")), choices.get("method", "")
     text = preset.read_bytes() if preset.suffix in ENDINGS and preset.is_file() else b""
     return text, find_method(method).config if is_import_path(method) else None
@@ -258,7 +258,7 @@ def _composed(choices: tuple[str, ...], _sources: tuple[Any, ...]) -> dict[str, 
 
 
 def _blame_choices(choices: Mapping[str, str], chosen: Mapping[str, Any], error: ValueError) -> None:
-    """Raises ValueError if the error is one of the preset itself, or of a method for which it was not made."""
+    """Raises ValueError if the error comes from the preset itself, or from a method that does not fit the preset."""
     try:
         _config(_resolved(chosen))
         return
@@ -297,7 +297,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _resolved(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values with those of interpolations such as ${seed}."""
+    """The values with interpolations such as ${seed} resolved."""
     if not any("${" in text for text in texts_of(values)):
         return values
     try:

@@ -26,8 +26,8 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
 
     `space=NAME` is short for `space.name=NAME` with the number of classes that the space is designed for. Parameters
     and MACs are those of the whole supernet, of its fixed part, and of the largest path (in an elastic space, of the
-    smallest and the largest subnet). Bounds are in the unit of the tiers' cost. Of FedorAS also how long an operator of
-    the supernet is trained, as a multiple of rand-init's network.
+    smallest and the largest subnet). Bounds are in the unit of the tiers' cost. For FedorAS, also how many epochs train
+    an operator of the supernet, as a multiple of those in rand-init's network.
     """
     config = compose_config([text for override in overrides for text in _in_full(override)])
     space = build_space(config.space)
@@ -35,7 +35,7 @@ def describe(overrides: Sequence[str]) -> dict[str, Any]:
     macs, cost = measured.macs, measured.budget
     tiers = split_into_tiers(config, space, cost)
     names, heads = task_names(config, len(tiers)), config.space.heads
-    if names and len(names) != len(heads or ()):  # their classes are the data set's to tell
+    if names and len(names) != len(heads or ()):  # only the data set knows their numbers of classes
         shown = "null" if heads is None else heads
         raise ValueError(f"space.heads={shown}: give the number of classes of each task ({', '.join(names)})")
     uppers = [t.upper for t in tiers]
@@ -74,7 +74,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Writes or verifies the memory-mapped arrays and the partition, and returns a description of them.
 
-    `dataset=NAME` is short for `data.dataset=NAME`. `draw` is called with what was prepared.
+    `dataset=NAME` is short for `data.dataset=NAME`. `draw` is called with the configuration of the data and the data.
     """
     config = compose_config([f"data.{o}" if o.startswith("dataset=") else o for o in overrides])
     seed = config.seed_for("partition")

@@ -1,4 +1,4 @@
-"""Starts runs in this process, or in a server actor that the driver watches, for as long as it likes."""
+"""Starts runs in this process, or in a server actor that the driver watches and may leave running."""
 
 import logging
 import os
@@ -55,11 +55,11 @@ class View(Protocol):
     """Shows the progress of a run."""
 
     def doing(self, what: str) -> None:
-        """What is being started takes a while."""
+        """`what` is being started, which takes a while."""
         ...
 
     def stages(self, names: Sequence[str]) -> None:
-        """The run's stages, before it has an id."""
+        """The names of the run's stages; called before `started`."""
         ...
 
     def started(self, run_id: str, supernet_of: str) -> None:
@@ -78,8 +78,8 @@ class View(Protocol):
 def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEnd:
     """Runs a configuration to its end with the configured executor.
 
-    A configuration that cannot run is rejected before any worker starts: a serial run ends as refused, for actors
-    ValueError is raised.
+    A configuration that cannot run is rejected before any worker starts: a serial run ends as refused, one with actors
+    raises ValueError.
     """
     root = check_results(config.results)
     view.doing("preparing the data and its partition")
@@ -113,7 +113,7 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
 
 
 def _through_server(config: RunConfig, view: View, resume: Resume | None, planned: Sequence[str] = ()) -> RunEnd:
-    """`planned` are the warnings of planning, which the server plans again."""
+    """Runs in a server actor; `planned` are the warnings given already, which the server repeats as it plans again."""
     root = local_root(config.results)
     run_id = new_run_id(root, config.experiment) if resume is None else resume.run_id
     paths, is_detached = run_paths(root, config.experiment, run_id), config.ray.detached
@@ -121,7 +121,7 @@ def _through_server(config: RunConfig, view: View, resume: Resume | None, planne
     remote = RemoteServer.options(num_cpus=0, max_restarts=0, **detached, **_where_results_are(config.results))
     try:
         server = remote.remote(run_id, config, resume, os.getcwd())
-    except ValueError as error:  # only an actor with a name can be there already
+    except ValueError as error:  # only a named actor can exist already
         again = attaching(run_id, config.results, config.ray.address)
         raise ValueError(f"run {run_id} has a server on this cluster already: {again}") from error
     shown = _Shown(view, planned)
@@ -147,7 +147,7 @@ def _watch(server: Any, ending: Any, shown: "_Shown") -> RunEnd:
 def _interrupted(server: Any, ending: Any, shown: "_Shown", results: str, paths: RunPaths) -> RunEnd:
     end = _interrupt(server, ending, shown)
     if end.kind == "interrupted" and end.run_id:
-        # The server could not write it down, but this process can if the results are on this machine.
+        # The server could not record this, but this process can if the results are on this machine.
         mark_interrupted(results, paths, end.message)
     return end
 
@@ -158,7 +158,7 @@ def _interrupted(server: Any, ending: Any, shown: "_Shown", results: str, paths:
 def attach(results: str | Path, paths: RunPaths, address: str, view: View, *, stop: bool = False) -> RunEnd:
     """Watches a run whose server is detached, as `launch` does, until the run ends or Ctrl-C; `stop` ends it.
 
-    Of a run that has ended already it returns the end that its status tells.
+    For a run that has ended already, returns the end that its status records.
     Raises ValueError if the cluster at the address has no server of the run.
     """
     if (end := _end_told(results, paths)) is not None:
@@ -196,13 +196,13 @@ def _watch_detached(
         ray.kill(server)
     except KeyboardInterrupt:
         return RunEnd(run_id, "detached", attaching(run_id, results, address))
-    except RayError as error:  # it may be that another command has watched its end, too, and ended the server
+    except RayError as error:  # another command may have seen the run end, too, and killed the server
         return _end_told(results, paths) or RunEnd(run_id, "infrastructure", _lost_server(error))
     return end
 
 
 def _end_told(results: str | Path, paths: RunPaths) -> RunEnd | None:
-    """How a run has ended, by its status; None if it has not, or has not written it down."""
+    """How a run has ended, by its status; None if it has not ended, or has not recorded its end."""
     fetch(results, [paths.run_id], tensors=False)
     status = read_status(paths.status) if paths.status.exists() else None
     if status is None or status.state in ACTIVE:
@@ -211,7 +211,7 @@ def _end_told(results: str | Path, paths: RunPaths) -> RunEnd | None:
 
 
 def _lost_server(error: RayError) -> str:
-    """One short line; Ray's own text is many, about its logs, and says no more about the cause."""
+    """The cause in one short line; Ray's own message has many, about its logs, and says no more about the cause."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     cause = textwrap.shorten(first.partition(". ")[0].rstrip(".:"), LONGEST_CAUSE, placeholder=" ...")
     return f"the run's server process is gone ({cause}): Ray was stopped, or the process or its node died"
@@ -280,7 +280,7 @@ def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
     """Sets the status of a run whose process has ended to interrupted, if it still says that the run is active."""
     if not paths.status.exists() or read_status(paths.status).state not in ACTIVE:
         return
-    # It may be that it was resumed elsewhere, and that what is here is an old copy, which must not replace a later one.
+    # The run may have been resumed elsewhere; the copy here is then old and must not replace the newer one.
     try:
         with _owned_soon(results, paths) as ownership:
             fetch(results, [paths.run_id], owned=paths.run_id)
@@ -289,14 +289,14 @@ def mark_interrupted(results: str, paths: RunPaths, message: str) -> None:
                 mirror_run(results, paths, ownership)
     except OwnedError:
         return
-    except (OSError, ValueError) as error:  # the URL cannot be reached now; that the run ended is true all the same
+    except (OSError, ValueError) as error:  # the URL cannot be reached now, but the run has ended in any case
         logger.warning("%s", error)
         StatusFile(paths.status).write("interrupted", message=message)
 
 
 @contextmanager
 def _owned_soon(results: str, paths: RunPaths) -> Iterator[Ownership]:
-    """Owns a run as soon as its process has ended: a killed one takes a moment to do so."""
+    """Owns a run as soon as its process has ended, for which a killed process may take up to `KILLED_S`."""
     end_s = time.monotonic() + KILLED_S
     with ExitStack() as stack:
         while True:

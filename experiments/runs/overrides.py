@@ -1,4 +1,4 @@
-"""Overrides, `key=value`: read as Hydra reads them, written again, and what a misspelt key may have meant."""
+"""Overrides `key=value`: reads them as Hydra does, formats them, and suggests keys for misspelt ones."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 GROUPS = ("experiment", "method")
 """The keys that choose whole groups of values."""
 ENDINGS = (".yaml", ".yml")
-"""Endings of presets of the user's own."""
+"""File endings of the user's own presets."""
 SYNONYMS = {
     "alpha": "concentration, dirichlet, dirichlet_alpha, lda_alpha, non_iid",
     "availability_table": "availability_trace, behavior_trace, client_behave_trace, online, trace",
@@ -60,7 +60,7 @@ SYNONYMS = {
     "weight_decay": "l2, wd",
     "weighting": "aggregation, averaging",
 }
-"""What other programs call a key, by the key, whole or its last part."""
+"""Names that other programs use for a key, by the whole key or its last part."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Override:
 def read(text: str) -> Override:
     """Reads an override with Hydra's grammar; names of presets and methods are taken as they are, without quotes.
 
-    Raises ValueError for what cannot be read, for several values, and for what Hydra takes as instructions to itself.
+    Raises ValueError for text that cannot be parsed, for several values, and for Hydra's own directives such as `~key`.
     """
     key, equals, value = text.partition("=")
     key = key.lstrip("+")
@@ -96,7 +96,7 @@ def read(text: str) -> Override:
             raise ValueError(f"{shown(text)}: give one value; a list is [1,2]")
         return Override(text, key, override.value())
     except (HydraException, OverflowError, RecursionError) as error:
-        if "://" in text:  # without what the parser says, which quotes parts of it
+        if "://" in text:  # without the parser's message, which quotes parts of it
             from fedloom.platform.results.store import without_secrets
 
             unread = shown(without_secrets(text.lstrip("+")))
@@ -128,7 +128,7 @@ def override_text(value: Any) -> str:
 
 
 def last_values(overrides: Sequence[str]) -> list[str]:
-    """Leaves out overrides of a key that is given again later, as in Hydra, and warns if its values differ."""
+    """Drops overrides of a key that is given again later, as in Hydra, and warns if its values differ."""
     by_key: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.lstrip("+").partition("=")
@@ -147,14 +147,14 @@ def first_line(error: BaseException) -> str:
 
 
 def unknown(key: str, known: Iterable[str]) -> str:
-    """That there is no such key, and which ones may have been meant."""
+    """The error message for an unknown key, with the keys that may have been meant."""
     return f"unknown configuration key {key!r}{meant(key, known) or '; fedloom keys lists all'}"
 
 
 def meant(key: str, known: Iterable[str]) -> str:
-    """`; did you mean X or Y?`: known keys whose last part is the key's, a synonym of it, or else similar to it.
+    """`; did you mean X or Y?`: known keys whose last part equals the key's, is a synonym of it, or else is similar.
 
-    Of several that end so, it is the one that begins most like the key, or the one of `method.train`.
+    Of several keys with such a last part, the one whose section is most similar, or the one in `method.train`.
     """
     keys = sorted(known)
     section, _, last = key.rpartition(".")
@@ -181,5 +181,5 @@ def meant(key: str, known: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """batchsize, batch-size and BatchSize are batch_size."""
+    """A name for comparisons: batchsize, batch-size and BatchSize equal batch_size."""
     return name.replace("_", "").replace("-", "").lower()

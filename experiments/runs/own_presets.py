@@ -1,4 +1,4 @@
-"""Presets of a user's own: `experiment=./mine.yaml`, which may begin with one of fedloom's and choose any method."""
+"""The user's own presets, `experiment=./mine.yaml`, which may extend one of fedloom's and choose any method."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from fedloom.platform.results.files import check_name
 from fedloom.platform.words import in_words
 
 GROUP = "own"
-"""The folder of the group of presets in which a user's own appear."""
+"""The subgroup of Hydra's group `experiment` that holds the user's own presets."""
 
 
 @dataclass(frozen=True)
 class OwnPreset:
-    """A preset of a user's own, as it can be chosen.
+    """One of the user's own presets, registered with Hydra.
 
     Attributes:
         choice: the override that chooses it.
-        methods: the methods that it, and the presets that it begins with, choose.
+        methods: the methods that it and the presets that it extends choose.
     """
 
     choice: str
@@ -35,12 +35,12 @@ class OwnPreset:
 
 
 def is_own(override: str) -> bool:
-    """Whether an override names a preset of a user's own."""
+    """Whether an override names one of the user's own presets."""
     return override.startswith(PRESET) and override.endswith(ENDINGS)
 
 
 def own_preset(override: str) -> OwnPreset:
-    """Reads the file and makes it a choice; ValueError in one line for a file that is no preset."""
+    """Reads the preset file and registers it with Hydra; ValueError in one line for a file that is no preset."""
     path = override.removeprefix(PRESET)
     preset = _read(override, Path(path))
     name = check_name("experiment", Path(path).stem)
@@ -70,7 +70,7 @@ def _read(override: str, path: Path) -> DictConfig:
 
 
 def _defaults(override: str, preset: DictConfig) -> list[Any]:
-    """What it begins with, as Hydra finds it: presets of fedloom's, and the choice of a method."""
+    """The preset's defaults list in Hydra's form: the presets of fedloom that it extends, and its choice of method."""
     defaults = preset.get("defaults")
     if not isinstance(defaults, ListConfig | None):
         raise ValueError(f"{override}: defaults is {defaults!r:.60}: give a list, such as [fedavg_digits]")

@@ -19,7 +19,7 @@ def machines(
 ) -> Arrays:
     """Readings (n, 4) with their states (n,) and machines (n,).
 
-    A state has typical readings; a machine's sensors add an offset. Replace the body by what reads your own data.
+    A state has typical readings; a machine's sensors add an offset. Replace the body with code that reads your data.
     """
     rng = np.random.default_rng(0)
     machine = np.repeat(np.arange(machines), readings)

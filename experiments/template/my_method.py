@@ -1,6 +1,6 @@
-"""FedAvg whose server takes shorter steps the later the round: x <- x + server_lr / sqrt(t + 1) (mean - x).
+"""FedAvg whose server steps shrink with the round t: x <- x + server_lr / sqrt(t + 1) (mean - x).
 
-With every step as long as the mean change, `decay=false` and `server_lr=1`, this is FedAvg, bit for bit.
+With `decay=false` and `server_lr=1`, every step is as long as the mean change: this is FedAvg, bit for bit.
 """
 
 from math import sqrt

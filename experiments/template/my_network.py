@@ -1,4 +1,4 @@
-"""A network of one's own: any `nn.Module` that gives logits."""
+"""A network of your own: any `nn.Module` that returns logits."""
 
 from typing import Annotated
 

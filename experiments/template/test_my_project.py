@@ -1,4 +1,4 @@
-"""What this project promises: run `pytest` in its folder."""
+"""Tests of this project: run `pytest` in its folder."""
 
 from pathlib import Path
 from typing import Any

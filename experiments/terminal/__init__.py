@@ -36,11 +36,11 @@ def of_run_end(kind: str) -> int:
 
 
 EXPLAINED = (ValueError, OSError, MemoryError, RuntimeError)
-"""Errors that may have an explanation."""
+"""Exceptions that `explained` may turn into one line."""
 
 
 def explained(error: Exception) -> tuple[int, str] | None:
-    """The exit code and the line for an error that ends a command; None if it is a defect, to be seen in full."""
+    """The exit code and the line for an error that ends a command; None for a defect, which needs its traceback."""
     if isinstance(error, ValueError):
         return CONFIGURATION, " ".join(str(error).split())
     if isinstance(error, ConnectionError):
@@ -61,12 +61,12 @@ def stop_printing() -> None:
 
 
 def complain(text: str) -> None:
-    """Says a line on standard error."""
+    """Writes a line to standard error."""
     sys.stderr.write(f"fedloom: {printable(text)}\n")
 
 
 def tell_at_once(text: str) -> None:
-    """Says on a terminal what is being done, before anything slow is loaded; files and pipes get results alone."""
+    """Says on a terminal what is being done, before slow imports; files and pipes get only results."""
     if sys.stdout.isatty():
         while_read(print, text)
 
@@ -84,13 +84,13 @@ LOG_WIDTH = 110
 
 
 def console(quiet: bool = False, *, folds: bool = True) -> "Console":
-    """A console for the terminal, for one output of a notebook's cell, or for a log of `LOG_WIDTH` characters' width.
+    """A console for the terminal, for one output of a notebook cell, or for a log of `LOG_WIDTH` characters' width.
 
-    Lines are as long as they are, and the terminal `folds` them; otherwise they are folded between words.
+    With `folds`, long lines are left to the terminal to fold; otherwise they are wrapped between words.
 
-    Text is printed as it is: brackets in a value or a message are no markup, and control characters are shown.
+    Text is printed literally: brackets in a value or a message are no markup, and control characters are shown.
     """
-    from rich.console import Console  # half of the time that `fedloom --help` takes
+    from rich.console import Console  # its import is half of the time of `fedloom --help`
 
     class PrintingConsole(Console):
         def render(self, renderable: "RenderableType", options: "ConsoleOptions | None" = None) -> Iterable["Segment"]:
@@ -121,7 +121,7 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
         write_json(facts)
         return
-    # Lines are as long as they have to be, and the terminal folds them: a path is there to be copied.
+    # Long lines are not wrapped, only folded by the terminal, so that paths can be copied.
     length = max(map(len, facts), default=0)
     for name, value in facts.items():
         console().print(f" {name.replace('_', ' '):<{length}}  {_text(value)}")

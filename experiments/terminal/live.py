@@ -1,7 +1,7 @@
-"""The part at the bottom of a terminal that is drawn anew while a command is at work; what is printed appears above it.
+"""A view at the bottom of a terminal that is redrawn while a command is at work; printed lines appear above it.
 
-A view draws lines for the size that the terminal has now. Whatever else is written meanwhile (warnings, a plug-in's
-prints) goes above the view, and the terminal is left as it would be without one, after errors and Ctrl-C, too.
+A view draws its lines for the terminal's current size. All other output meanwhile (warnings, a plug-in's prints) goes
+above it. Afterwards the terminal is restored, even after errors and Ctrl-C.
 """
 
 import os
@@ -20,16 +20,16 @@ from fedloom.experiments.terminal.notebook import NotebookArea, NotebookOutput
 
 REFRESHES_PER_S = 5
 NARROWEST, LOWEST = 30, 6
-"""Columns and lines that a terminal must have for a view."""
+"""Minimum columns and lines of a terminal for a view."""
 MOST_ABOVE = 100
 """Printed lines that are shown again above the view when the terminal is made smaller."""
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 def is_live(console: Console) -> bool:
-    """Whether the console is a notebook's, or a terminal on which a view can be drawn, whose user wants no plain lines.
+    """Whether a view can be drawn: in a notebook, or on a suitable terminal whose user has not asked for plain lines.
 
-    NO_COLOR and TERM=dumb ask for plain lines; FORCE_COLOR makes no terminal of a pipe.
+    NO_COLOR and TERM=dumb ask for plain lines; FORCE_COLOR does not turn a pipe into a terminal.
     """
     return isinstance(console.file, NotebookOutput) or (
         sys.stdout.isatty()
@@ -43,17 +43,17 @@ def is_live(console: Console) -> bool:
 
 
 def area_below(console: Console, draw: Callable[[int, int], Sequence[Text]]) -> "LiveArea | NotebookArea":
-    """The view below what a console prints, if it `is_live`."""
+    """The view below the lines that a console prints, which must be live (see `is_live`)."""
     return (NotebookArea if isinstance(console.file, NotebookOutput) else LiveArea)(console, draw)
 
 
 def spinner() -> str:
-    """The character that turns, so that one sees that the command lives."""
+    """The current character of a spinner, which shows that the command is alive."""
     return SPINNER[int(time.monotonic() * REFRESHES_PER_S) % len(SPINNER)]
 
 
 class _Drawn:
-    """What `draw(width, height)` returns, one text per line, at the size that the console has now."""
+    """Renders what `draw(width, height)` returns, one text per line, for the console's current size."""
 
     def __init__(self, draw: Callable[[int, int], Sequence[Text]]) -> None:
         self._draw = draw
@@ -68,8 +68,8 @@ class _Drawn:
 class LiveArea(Live):
     """A view at the bottom of a terminal, drawn several times per second from `start` to `stop`.
 
-    `draw(width, height)` gives its lines; longer ones are cut. A terminal that is made smaller folds or moves what it
-    shows, each in its own way, so that the screen is then cleared and drawn with the latest lines that were printed.
+    `draw(width, height)` returns its lines; longer ones are cut. Terminals that are made smaller fold or move what they
+    show in different ways; the screen is then cleared and redrawn with the latest printed lines.
     """
 
     def __init__(self, console: Console, draw: Callable[[int, int], Sequence[Text]]) -> None:
@@ -77,14 +77,14 @@ class LiveArea(Live):
             _Drawn(draw),
             console=console,
             refresh_per_second=REFRESHES_PER_S,
-            # A file that errors go to gets them, also while standard output is a terminal.
+            # If standard error goes to a file, errors go there even while standard output is a terminal.
             redirect_stderr=sys.stderr.isatty(),
         )
         self._above: deque[ConsoleRenderable] = deque(maxlen=MOST_ABOVE)
         self._size = console.size
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """What is printed, between what clears the view and what draws it again."""
+        """Puts the printed lines between the controls that clear the view and the redrawn view."""
         processed = super().process_renderables(renderables)
         before, self._size = self._size, self.console.size
         if self._size.width < before.width or self._size.height < before.height:

@@ -1,4 +1,4 @@
-"""What is printed while a notebook's cell runs: one text output of the cell, which is replaced and needs no widgets."""
+"""Output while a notebook cell runs: one text output of the cell, which is replaced and needs no widgets."""
 
 import io
 import sys
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FIRST, LATEST = 1, 40
-"""Lines that are shown of what was printed: the first and the latest ones."""
+"""Numbers of the first and of the latest printed lines that are shown."""
 WIDTH, HEIGHT = 100, 15
-"""Of a view, in characters and lines."""
+"""Size of a view, in characters and lines."""
 REFRESH_S = 0.5
 
 
@@ -25,7 +25,7 @@ def in_notebook() -> bool:
 
 
 class NotebookOutput(io.StringIO):
-    """A file that shows in a notebook what was written to it, with the lines of a view below."""
+    """A file that shows in a notebook the text written to it, with the lines of a view below."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class NotebookOutput(io.StringIO):
         self._shown = ""
 
     def flush(self) -> None:
-        """Replaces what is shown."""
+        """Replaces the shown text if it has changed."""
         with self._lock:
             text = self.text()
             if text == self._shown:
@@ -47,7 +47,7 @@ class NotebookOutput(io.StringIO):
                 self._handle.update(content, raw=True)
 
     def text(self) -> str:
-        """The lines that are shown."""
+        """The text to show: the first and the latest printed lines, and the view."""
         lines = self.getvalue().rstrip().splitlines()
         left_out = len(lines) - FIRST - LATEST
         if left_out > 1:
@@ -56,7 +56,7 @@ class NotebookOutput(io.StringIO):
 
 
 class NotebookArea:
-    """As `LiveArea`, below what is printed in the output of a cell."""
+    """Like `LiveArea`, but in a notebook: a view below the printed lines in the output of a cell."""
 
     transient = False
 
@@ -72,11 +72,11 @@ class NotebookArea:
         self._thread.start()
 
     def refresh(self) -> None:
-        """Draws it now."""
+        """Draws the view now."""
         self._output.flush()
 
     def stop(self) -> None:
-        """Leaves its last lines, unless it is `transient`."""
+        """Ends the view; its last lines stay unless it is `transient`."""
         self._stopped.set()
         self._thread.join()
         self._output.view = lambda: ()

@@ -1,6 +1,6 @@
-"""A run in a terminal: its stages as bars, the latest rounds, the accuracy so far and the time left, in a fixed height.
+"""A run's view in a terminal, of fixed height: stages as bars, the latest rounds, accuracy so far and time left.
 
-The view is a function of what was told so far and of the terminal's size; `LiveArea` draws it.
+The view depends only on the reported progress and on the terminal's size; `LiveArea` draws it.
 """
 
 import threading
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from fedloom.platform.federation.loop import RoundProgress
 
 ROUNDS = 6
-"""The latest rounds that are shown, if the terminal is high enough."""
+"""Number of latest rounds that are shown, if the terminal is high enough."""
 WIDEST = 100
 BAR = 40
-"""Columns of the longest bar."""
+"""Width of the longest bar in columns."""
 NAME, STATE = 16, 24
-"""Columns of a stage's name, and of how far it is."""
+"""Widths of a stage's name and of its state in columns."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of rounds; those of the lowest `rank` stay where not all fit."""
+    """A column of the table of rounds; if not all fit, those of the lowest `rank` are kept."""
 
     head: str
     width: int
@@ -47,7 +47,7 @@ def _round(p: "RoundProgress") -> str:
 
 
 def _validated(p: "RoundProgress") -> str:
-    """The accuracy after this round: a score of the weights before it is no result of the round."""
+    """The validation accuracy after this round; empty for a score of weights from before the round."""
     is_after = p.validated is not None and p.validated.rounds in (None, p.round + 1)
     return _decimals(p.validated.accuracy) if is_after and p.validated is not None else ""
 
@@ -66,7 +66,7 @@ COLUMNS = (
 
 
 def fitting(width: int) -> list[Column]:
-    """The columns that fit, in their order."""
+    """The columns that fit into `width` characters, in the order of the table."""
     chosen: list[Column] = []
     for column in sorted(COLUMNS, key=lambda column: column.rank):
         if sum(c.width + 1 for c in [*chosen, column]) > width:
@@ -77,7 +77,7 @@ def fitting(width: int) -> list[Column]:
 
 @dataclass
 class Kind:
-    """Stages that are shown as one bar: `search/tier1` and `search/tier2`. `shares` says how far each is."""
+    """Stages that share a bar, such as `search/tier1` and `search/tier2`; `shares` is the finished share of each."""
 
     name: str
     shares: dict[str, float] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Kind:
         return min(self.shares.values()) >= 1.0
 
     def line(self, width: int) -> Text:
-        """Name, bar and state, in columns that stay where they are."""
+        """Name, bar and state, in columns of fixed width."""
         name_width = min(NAME, width // 3)
         state_width = min(STATE, width // 3)
         bar = min(BAR, width - name_width - state_width - 2)
@@ -120,12 +120,12 @@ class Kind:
 
 
 def cut(text: str, width: int) -> str:
-    """The text, without its end if it is longer."""
+    """The text, cut to this width with an ellipsis."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 class Progress:
-    """What is known of a run, and its lines. Told by one thread and drawn by another."""
+    """The reported progress of a run, and its view; updated by one thread and drawn by another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -144,12 +144,12 @@ class Progress:
         return bool(self._kinds)
 
     def doing(self, what: str) -> None:
-        """What is being started; until the first round."""
+        """Sets what is being started, which is shown until the first round."""
         with self._lock:
             self._doing, self._doing_s = what, time.monotonic()
 
     def stages(self, names: Sequence[str]) -> None:
-        """The stages to come, in their order."""
+        """Adds the run's stages, in order."""
         with self._lock:
             for name in names:
                 self._add(name)
@@ -164,7 +164,7 @@ class Progress:
         self._of[stage] = kind
 
     def round(self, progress: "RoundProgress") -> None:
-        """A finished round; the stages before its own are done."""
+        """Records a finished round; the stages before its own are done."""
         with self._lock:
             now_s = time.monotonic()
             if progress.stage not in self._of:
@@ -186,7 +186,7 @@ class Progress:
                 self._scores.append((progress.validated.rounds, progress.validated.accuracy))
 
     def ended(self, kind: str) -> None:
-        """How the run ended: the last line says it from now on."""
+        """Records how the run ended, which the last line shows from now on."""
         with self._lock:
             self._ended = kind
             if kind == "done":
@@ -194,7 +194,7 @@ class Progress:
                     each.shares = dict.fromkeys(each.shares, 1.0)
 
     def lines(self, width: int, height: int) -> list[Text]:
-        """The view's lines: always as many for the same terminal, from the moment at which the stages are known."""
+        """The view's lines; once the stages are known, their number depends only on the terminal's size."""
         with self._lock:
             width = min(width, WIDEST)
             if not self._kinds:
@@ -210,7 +210,7 @@ class Progress:
             return [*bars, *blank, *table, *blank, *below]
 
     def _bars(self, most: int, width: int) -> list[Text]:
-        """A line per kind of stage; where not all fit, those around the one at work."""
+        """A line per kind of stage; if not all fit, those around the one at work."""
         at_work = next((i for i, kind in enumerate(self._kinds) if not kind.is_done), len(self._kinds) - 1)
         most = min(most, max(3, most // 2))
         first = max(0, min(at_work - 1, len(self._kinds) - most))
@@ -218,7 +218,7 @@ class Progress:
 
     def _table(self, rows: int, width: int) -> list[Text]:
         columns, rounds = fitting(width), list(self._rounds)[-rows:]
-        # A stage's name is read from the left, figures from the right.
+        # A stage's name is aligned to the left, figures to the right.
         lines = [
             Text(" ".join(cell.ljust(c.width) if c.head == "stage" else cell.rjust(c.width) for c, cell in cells))
             for cells in (
@@ -250,7 +250,7 @@ class Progress:
         elapsed = as_time(now_s - self._began_s)
         if self._ended:
             return Text(f"{self._ended} after {elapsed}")
-        width -= len(" ^C")  # else what the terminal echoes of Ctrl-C would begin a line
+        width -= len(" ^C")  # otherwise the terminal's echo of Ctrl-C would begin a line
         times, what = elapsed, self._doing
         if self._rounds:
             last, what = self._rounds[-1], self._at_work()
@@ -266,7 +266,7 @@ class Progress:
         return Text.assemble((spinner(), "cyan"), " ", cut(what, room).ljust(room), " ", (times, "bold"))
 
     def _at_work(self) -> str:
-        """The round that is computed now."""
+        """The round that is computed now, or the next stage."""
         last = self._rounds[-1]
         kind = self._of[last.stage]
         if kind.shares[last.stage] < 1.0:

@@ -202,6 +202,7 @@ def test_what_cannot_be_run_says_why(command: Command, tmp_path: Path) -> None:
         ([], "give one item, such as fedoras/tab6"),
         (["fedoras/tab6", "fedoras/tab8"], "2 items were given"),
         (["fedoras/tab6", "scale=huge"], "there are paper and small"),
+        (["federations/robust", "scale=paper"], "federations/robust has the scale small alone; leave scale out"),
         (["fedoras/tab6", "seeds=[1,1]"], "give different whole numbers"),
         (["fedoras/tab6", "seed=3"], "give seeds=[1,2] instead"),
         (["fedoras/tab6", "data.alpha=3"], "the settings of fedoras/tab6 differ in it"),
