@@ -155,8 +155,7 @@ class TraceAvailability(Availability):
         missing = np.flatnonzero(ids[position] != device_ids)
         if len(missing):
             raise ValueError(
-                f"there is no interval of device {device_ids[missing[0]]}: give each of {len(device_ids)} clients' "
-                "devices one"
+                f"device {device_ids[missing[0]]} has no interval: give each of {len(device_ids)} clients' devices one"
             )
         last = first + count - 1
         wraps = (on_s[first] == 0) & (off_s[last] == self.period_s)

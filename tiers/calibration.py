@@ -42,7 +42,7 @@ class MeasuredTraining:
             column = read_only_column(name, getattr(self, name))
             object.__setattr__(self, name, column)  # a frozen dataclass allows no assignment
             if column.shape != self.device_id.shape or not len(column):
-                raise ValueError(f"column {name} has {len(column)} values: give at least one, and as many of each")
+                raise ValueError(f"column {name} has {len(column)} values: give each column equally many, at least one")
             if name == "device_id":
                 check_rows(name, column, column >= 0, "0 or more")
             else:

@@ -133,7 +133,7 @@ def tier_upper_bounds(
     if num_tiers > 1 and not 0 <= rho_low < rho_high < 1:
         raise ValueError(f"rho_low={rho_low:g} and rho_high={rho_high:g} must be 0 <= rho_low < rho_high < 1")
     if num_tiers == 2 and rho_low > 0:
-        raise ValueError(f"two tiers have one bound, which rho_high sets: give rho_low=0 instead of {rho_low:g}")
+        raise ValueError(f"two tiers have one bound, set by rho_high: give rho_low=0 instead of {rho_low:g}")
     costs = np.asarray(path_costs, dtype=np.float64).ravel()
     if np.isnan(costs).any() or (costs < 0).any():
         raise ValueError("path costs must be numbers that are not negative")

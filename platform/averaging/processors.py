@@ -57,7 +57,7 @@ class Traffic(NamedTuple):
 
 def no_memory(slot: str, name: str) -> Tensor:
     """The default `Message.memory`: raises PluginError, because the message carries no client state."""
-    raise PluginError(f"there is no state {slot} of {name}: give the Message a memory")
+    raise PluginError(f"the Message has no state {slot} of {name}: give it a memory")
 
 
 @dataclass(frozen=True)
@@ -197,15 +197,15 @@ Kind = Literal["clip", "noise", "sparsify", "quantise", "other"]
 
 ORDER: tuple[Kind, ...] = ("clip", "noise", "sparsify", "quantise")
 WHY_NOT: Mapping[tuple[Kind, Kind], str] = {
-    ("clip", "clip"): "the smaller limit alone would count",
-    ("noise", "noise"): "two noises are one of a larger deviation",
-    ("sparsify", "sparsify"): "one alone can choose what is sent",
-    ("quantise", "quantise"): "what is rounded to whole levels would be rounded again, to others",
-    ("noise", "clip"): "noise has to be measured by the limit of what it hides, and would be clipped itself",
-    ("sparsify", "clip"): "what is cut off after the choice of what is sent would be in no memory of what was not",
-    ("quantise", "clip"): "clipped values are no whole levels, which are what is counted in bytes",
+    ("clip", "clip"): "only the smaller limit would count",
+    ("noise", "noise"): "two noises equal one with a larger deviation",
+    ("sparsify", "sparsify"): "only one can choose what is sent",
+    ("quantise", "quantise"): "values rounded to whole levels would be rounded again, to other levels",
+    ("noise", "clip"): "noise must be scaled to the clipping limit, and would be clipped itself",
+    ("sparsify", "clip"): "what is clipped after the choice would be missing from the memory of unsent changes",
+    ("quantise", "clip"): "clipped values are no longer whole levels, for which bytes are counted",
     ("sparsify", "noise"): "noise on what is sent does not hide which changes were the largest",
-    ("quantise", "noise"): "values with noise are no whole levels, which are what is counted in bytes",
+    ("quantise", "noise"): "values with noise are no longer whole levels, for which bytes are counted",
     ("quantise", "sparsify"): "what is left out would be chosen, and remembered, after rounding",
 }
 """Why a processor of the second kind must not come after one of the first kind."""

@@ -180,7 +180,7 @@ class SecureRound(Processor):
         if not most * len(self.held) < HIGH:
             raise OverflowError(
                 f"secure aggregation: the change of {name} in fixed point ({most:g}) times {len(self.held)} clients "
-                "does not fit 32 bits: clip, weigh by plain, or use fewer privacy.fraction_bits"
+                "does not fit 32 bits: clip, use weighting=plain, or fewer privacy.fraction_bits"
             )
         fixed: Tensor = scaled.to(torch.int64).to(MASKED)
         return fixed

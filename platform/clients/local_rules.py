@@ -383,6 +383,6 @@ def refuse_parts(choice: ComponentSpec, key: str, senders: str, instead: str) ->
     of_a_user = is_import_path(choice.name)
     remedy = ", or set needs_whole_change = False in the rule if it needs none" if of_a_user else ""
     raise ValueError(
-        f"{key}.local_rule={choice.name} keeps whole changes, and {senders}'s clients send parts of theirs: use "
+        f"{key}.local_rule={choice.name} needs whole changes, but {senders}'s clients send only parts: use "
         f"{instead}{remedy}"
     )

@@ -82,7 +82,7 @@ class LastPosition(Objective):
 
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if targets.dim() != 2:
-            raise ValueError("objective.name=last_position is for texts, whose targets are one per position")
+            raise ValueError("objective.name=last_position needs texts, with one target per position")
         last = (targets != IGNORED).sum(dim=1).clamp_min(1) - 1
         rows = torch.arange(len(targets), device=targets.device)
         return logits_of(outputs)[rows, :, last], targets[rows, last]
@@ -104,8 +104,8 @@ class LaterPositions(Objective):
         if targets.dim() != 2 or targets.shape[1] <= self.skip:
             actual = f"{targets.shape[1]} positions" if targets.dim() == 2 else "images"
             raise ValueError(
-                f"objective.name=later_positions with objective.options.skip={self.skip} is for texts of more "
-                f"positions, given {actual}"
+                f"objective.name=later_positions with objective.options.skip={self.skip} needs texts with more "
+                f"positions than skip, given {actual}"
             )
         return logits_of(outputs)[:, :, self.skip :], targets[:, self.skip :]
 

@@ -197,7 +197,7 @@ class Worker:
     def _tried(self, module: nn.Module, x_B: Tensor) -> Callable[[Tensor], Tensor] | str:
         """The compiled forward pass, or why there is none."""
         if self._draws_randomly(module):
-            return "not compiled: the random numbers of its layers would be others"
+            return "not compiled: its layers would draw different random numbers"
         self.set_mode(module, training=True)
         try:
             return compiled(module, x_B)

@@ -262,8 +262,7 @@ def check_enough(config: DataConfig, dataset: Dataset) -> None:
             raise ValueError(f"data.partition=natural: {dataset.name} has no clients of its own; use lda or iid")
         if config.test_share is None and not dataset.knows_clients("test"):
             raise ValueError(
-                f"data.partition=natural: whose the test samples of {dataset.name} are is not known: "
-                "set data.test_share"
+                f"data.partition=natural: the test samples of {dataset.name} have no known client: set data.test_share"
             )
         clients = len(_natural_clients(dataset))
         if config.num_clients > clients:
@@ -275,9 +274,9 @@ def check_enough(config: DataConfig, dataset: Dataset) -> None:
     samples = dataset.num_samples("train")
     if config.partition == "shards" and config.num_clients <= samples < config.num_clients * config.shards_per_client:
         raise ValueError(
-            f"data.shards_per_client={config.shards_per_client}: {config.num_clients} clients have "
-            f"{config.num_clients * config.shards_per_client} shards of the {samples} training samples of "
-            f"{dataset.name}; at most {samples // config.num_clients} leave a sample for each"
+            f"data.shards_per_client={config.shards_per_client}: {config.num_clients} clients need "
+            f"{config.num_clients * config.shards_per_client} shards, but {dataset.name} has {samples} training "
+            f"samples; must be at most {samples // config.num_clients}"
         )
     fewest = FEWEST if config.partition == "dirichlet_classes" else 1
     if config.num_clients * fewest > samples:

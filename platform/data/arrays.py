@@ -112,7 +112,7 @@ def _checked(arrays: Arrays, blame: str) -> "Source | TokenSource | TreeArrays":
     content = _Content(parts, _class_names(arrays, (train, test), blame), *_clients(parts, blame))
     if isinstance(train.x, Mapping) or train.labels is None:
         if arrays.scale is not None or arrays.mean is not None or arrays.std is not None:
-            raise PluginError(f"{blame} gives scale, mean or std: several arrays are not normalised, do it yourself")
+            raise PluginError(f"{blame} gives scale, mean or std, which are for one array: normalise several yourself")
         return TreeArrays(content)
     if train.labels.ndim == 2:
         return TokenArrays(content)
@@ -229,7 +229,7 @@ def _clients(parts: Mapping[str, _Part], blame: str) -> tuple[tuple[str, ...], d
     if not known:
         return (), {}
     if "train" not in known:
-        raise PluginError(f"{blame} names clients of its test part alone: name those of train, too")
+        raise PluginError(f"{blame} names clients for test only: name those of train too")
     values = np.unique(np.concatenate([np.asarray(c).reshape(-1) for c in known.values()]))
     return tuple(map(str, values.tolist())), {name: np.searchsorted(values, c) for name, c in known.items()}
 

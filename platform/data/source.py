@@ -76,7 +76,7 @@ def of_classes(of: Any, classes: int, key: str) -> tuple[int, ...]:
         raise ValueError(f"{key} has {shown}: give the coarser class of each of the {classes} classes")
     coarser = sorted(set(of))
     if len(coarser) < 2 or (coarser[0], coarser[-1]) != (0, len(coarser) - 1):
-        raise ValueError(f"{key} names the coarser classes {coarser}: number two or more 0, 1, ...")
+        raise ValueError(f"{key} has the coarser classes {coarser}: give two or more, numbered 0, 1, ...")
     return tuple(of)
 
 

@@ -114,7 +114,7 @@ def read_second(path: Path, start: int = 0) -> Sound:
         kind = f"{rate} Hz, {samples.shape[1]} channel{'s' if samples.shape[1] > 1 else ''}"
         raise ValueError(f"{path}: is {kind}; expected {RATE} Hz, 1 channel: convert it")
     if not len(samples):
-        raise ValueError(f"{path}: has no samples; expected up to a second of sound: take it out")
+        raise ValueError(f"{path}: has no samples; expected up to a second of sound: remove it")
     return np.pad(samples[:, 0], (0, RATE - len(samples)))
 
 
@@ -315,7 +315,7 @@ class SpeechSource(Source):
 
     def _noises(self) -> list[str]:
         if not (self.folder / NOISE).is_dir():
-            raise ValueError(f"{self.folder}: has neither {NOISE}/ nor {SILENCE}/, of which silence is made; unpack it")
+            raise ValueError(f"{self.folder}: has neither {NOISE}/ nor {SILENCE}/ to make silence from; unpack it")
         return [f"{NOISE}/{name}" for name in _waves(self.folder / NOISE)]
 
 

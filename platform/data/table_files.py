@@ -49,7 +49,7 @@ def find_files(path: Path) -> dict[str, tuple[Path, ...]]:
     if not all(parts.values()):
         raise PluginError(
             f"{BLAME} {path} is no table and has none: data.options.path is a file ({', '.join(ENDINGS)}), or a folder "
-            "with such files, which may begin with train and test, or lie in folders of these names"
+            "of such files, optionally named train* and test*, or in folders train/ and test/"
         )
     return parts
 
@@ -174,7 +174,7 @@ class TableSource(Source):
                 x = self._numbers(file, taken)
             first = x if first is None else first
             if x.shape[1:] != first.shape[1:]:
-                raise PluginError(f"{BLAME} {file} has rows of shapes {first.shape[1:]} and {x.shape[1:]}: give one")
+                raise PluginError(f"{BLAME} {file} has row shapes {first.shape[1:]} and {x.shape[1:]}: give one shape")
             yield x
 
     def _batches(self, part: str) -> Iterator[tuple[Path, pa.RecordBatch]]:
@@ -246,7 +246,7 @@ def _stacked(file: Path, name: str, column: pa.Array) -> AnyArray:
     while any(is_list(column.type) for is_list in LISTS):
         lengths = pc.unique(pc.list_value_length(column)).to_pylist()
         if len(lengths) != 1 or not lengths[0]:
-            raise PluginError(f"{where} holds vectors of {len(lengths)} lengths or none: all rows must be alike")
+            raise PluginError(f"{where} holds vectors of {len(lengths)} lengths, or empty ones: all rows must be alike")
         shape.append(lengths[0])
         column = pc.list_flatten(column)
     if not any(is_number(column.type) for is_number in NUMBERS):
@@ -276,8 +276,8 @@ def _image_file(table: Path, name: str | None) -> Path:
     file = table.parent / (name or "")
     if not file.is_file():
         raise PluginError(
-            f"{BLAME} {table} names the image {shown(name)}, which {table.parent} does not have; data.options.x names "
-            "other columns, and texts need a data set of your own"
+            f"{BLAME} {table} names the image {shown(name)}, which {table.parent} does not have; set data.options.x "
+            "to other columns; texts need a data set of your own"
         )
     return file
 

@@ -59,4 +59,4 @@ def single(tree: Tree, who: str, what: str = "samples") -> Tensor:
     """The only tensor of a tree; ValueError naming `who` and `what` if the tree has several."""
     if isinstance(tree, Tensor):
         return tree
-    raise ValueError(f"{who} takes {what} of one tensor, given {', '.join(tree)}: use another, or your own")
+    raise ValueError(f"{who} needs single-tensor {what}, given {', '.join(tree)}: use another, or your own")

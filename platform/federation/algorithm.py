@@ -509,7 +509,7 @@ class TrainingStage:
         if sums.weigh_nothing and any(r.samples for r in results if r.status == "ok"):
             raise ValueError(
                 f"all weights of all {sums.updates} updates are 0, so that the round trains nothing: weighting rule "
-                f"{self.rules.weighting.name!r} must weigh what is trained above 0"
+                f"{self.rules.weighting.name!r} must give what is trained a weight above 0"
             )
         if isinstance(sums, KeptUpdates):
             sums = replace(sums, rule=self.rules.aggregator)
@@ -552,7 +552,7 @@ class TrainingStage:
             return RoundUpdate(state)
         self.warnings.check_trained(state.stage, state.round, state.data)
         if self.may_end_early and JUDGEMENT not in state.data:
-            logger.warning("%s: no score on validation data was there for stop.* to judge it by", self.name)
+            logger.warning("%s: stop.* had no score on validation data to judge it by", self.name)
         state = self.final(self._with_best(state))
         weights = state.weights(self.group)
         # A local rule's client state belongs to these weights, and the next stage may train others.

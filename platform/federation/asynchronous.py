@@ -277,8 +277,8 @@ class Asynchronous:
         if answers < self.arrivals and not self._had_few:
             self._had_few = True
             logger.warning(
-                "%s: round %d ends with %d answers instead of %d, because nobody is left who could begin and answers; "
-                "this is said once, the column clients_ok of rounds tells it of every round",
+                "%s: round %d ends with %d answers instead of %d, because no other client can begin and answer; "
+                "warned once: see the column clients_ok of the table rounds",
                 *(self.key, round_ + 1, answers, self.arrivals),
             )
 
@@ -313,8 +313,8 @@ class Asynchronous:
 
         if not isinstance(assignment.task, AccountableTask):
             raise ValueError(
-                f"{self.key}.arrivals, .asynchronous: the work of {type(assignment.task).__name__} cannot be counted "
-                "before it is done, so that nobody knows who answers first; use another method, or leave both out"
+                f"{self.key}.arrivals, .asynchronous: the cost of {type(assignment.task).__name__} is unknown "
+                "before it is done, and so is the order of the answers; use another method, or leave both out"
             )
         if self._worker is None:
             self._worker = Worker(replace(self.world.spec, device="cpu"))
@@ -336,7 +336,7 @@ def check_rules(config: TrainingConfig, rules: Rules, population: int, concurren
     slot = f"{key}.arrivals={config.arrivals}" if rule is None else f"{key}.asynchronous={rule}"
     most = concurrency if rule is None else population
     if config.arrivals is not None and config.arrivals > most:
-        at_work = "are at work in a round" if rule is None else "are there, who begin at most once in a round"
+        at_work = "are at work in a round" if rule is None else "exist, and each begins at most once in a round"
         raise ValueError(f"{key}.arrivals={config.arrivals}: only {most} clients {at_work}; lower it")
     if rule == "fedasync" and config.arrivals != 1:
         raise ValueError(f"{slot} mixes every answer into the weights: set {key}.arrivals=1, given {config.arrivals}")
@@ -345,20 +345,20 @@ def check_rules(config: TrainingConfig, rules: Rules, population: int, concurren
     sampling = selection_traits(rules.selection.name).sampling
     if sampling in ("poisson", "all"):
         raise ValueError(
-            f"{slot} and {key}.selection={rules.selection.name}: clients begin as others end, so that their number is "
-            "given; use uniform, or a rule that selects as many as are asked for"
+            f"{slot} and {key}.selection={rules.selection.name}: a client begins whenever another ends, so the "
+            "number at work is fixed; use uniform, or a rule that selects as many clients as asked for"
         )
     if rule is not None and selection_traits(rules.selection.name).same_round:
         raise ValueError(
-            f"{slot} and {key}.selection={rules.selection.name}, which learns from the answers of the round before: "
-            "they come later; use another selection rule"
+            f"{slot} and {key}.selection={rules.selection.name}, which learns from the answers of the last round: "
+            "they may arrive later; use another selection rule"
         )
     privacy = config.privacy
     if privacy.clip is not None or privacy.noise or privacy.secure:
-        raise ValueError(f"{slot} and {key}.privacy: who is counted depends on how fast a device is; leave one out")
+        raise ValueError(f"{slot} and {key}.privacy: which clients count depends on their speed; leave one out")
     if rule is not None and not local_rule(rules.local).sends_only_change:
         raise ValueError(
-            f"{slot} and {key}.local_rule={rules.local.name}: what clients send beside their change belongs to the "
+            f"{slot} and {key}.local_rule={rules.local.name}: what clients send besides their change fits only the "
             "weights of one round; use sgd or fedprox"
         )
     if config.min_contributors > (config.arrivals or concurrency):

@@ -227,9 +227,9 @@ class Loop:
         if alone and not self._has_fallen_back:
             self._has_fallen_back = True
             logger.warning(
-                "%s, round %d: %d of %d clients were not trained as a stack, or not compiled, as planned, which is "
-                "slower and rounds differently; the first is client %s: %s (all are in the column fallback of clients; "
-                "to plan neither, set executor.stack_clients=off and executor.compile=off)",
+                "%s, round %d: %d of %d clients were not stacked or not compiled as planned, which is slower and "
+                "changes rounding; the first is client %s: %s (all are in the column fallback of clients; to turn both "
+                "off, set executor.stack_clients=off and executor.compile=off)",
                 *(stage, round_ + 1, len(alone), len(clients), alone[0].client_id, alone[0].fallback),
             )
 
@@ -305,7 +305,9 @@ class Loop:
             together = self.execution.sum_chunks or 1
             return merge_chunks(results, self.status.beat, keeps_updates=plan.keeps_updates, together=together)
         except DeviceLostError as error:
-            raise RunFailedError(f"the device of this process fails ({error}): resume the run, in another") from error
+            raise RunFailedError(
+                f"the device of this process fails ({error}): resume the run in a new process"
+            ) from error
 
     def _answered(
         self, plan: Plan, state: RunState, attempts: int, counted: Callable[[Assignment, Update], Update]

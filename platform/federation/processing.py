@@ -69,8 +69,8 @@ class Processing:
         privacy = config.privacy
         if self.processors and privacy.secure:
             raise ValueError(
-                f"{rules.key}.privacy.secure=true: behind masks all is sent in fixed point, as residues that no code "
-                f"makes smaller; use it without {rules.key}.processors"
+                f"{rules.key}.privacy.secure=true: masked updates are residues in fixed point, which cannot be "
+                f"compressed; use it without {rules.key}.processors"
             )
         if privacy.clip is not None or privacy.secure or privacy.noise:
             self.processors += privacy_processors(world, config, rules, stage, eligible)
@@ -142,11 +142,11 @@ class Processing:
         privacy = self.config.privacy
         if task.share > 1 and privacy.clip is not None:
             raise ValueError(
-                f"privacy: the share {task.share:g} of a client is above 1, so that its influence is above S"
+                f"privacy: a client's share is {task.share:g}, above 1, so that its influence exceeds the clip bound"
             )
         if privacy.secure and any(each.shortens_updates for each in task.processors):
             raise ValueError(
-                "privacy.secure=true: behind masks all is sent; use a method whose clients leave out nothing"
+                "privacy.secure=true: masked updates are sent whole; use a method whose clients leave out nothing"
             )
         return task
 
@@ -213,7 +213,7 @@ def check_attack(attack: Attack, name: str, config: TrainingConfig, rules: Rules
         return
     if config.privacy.secure or config.privacy.clip is not None or config.privacy.noise:
         raise ValueError(
-            f"attack.name={name} needs every single update, and {rules.key}.privacy leaves sums alone: leave one out"
+            f"attack.name={name} needs every single update, and {rules.key}.privacy leaves only sums: leave one out"
         )
     if weighting_traits(rules.weighting.name).weighs_unheld:
         raise ValueError(
@@ -279,15 +279,15 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
             or selection_traits(rules.selection.name).shortens_updates
         ):
             raise ValueError(
-                f"{key}.privacy.secure=true hides the changes of parameters alone: use {key}.local_rule=sgd or "
-                "fedprox, another weighting than fedavg_whole, another selection than pyramidfl"
+                f"{key}.privacy.secure=true hides only parameter changes: use {key}.local_rule=sgd or "
+                "fedprox, and neither weighting=fedavg_whole nor selection=pyramidfl"
             )
         if config.clients_per_round == 1:
             raise ValueError(f"{key}.privacy.secure=true: the sum of one client is its update; raise clients_per_round")
         if privacy.clip is not None:
             raise ValueError(
-                f"{key}.privacy.secure=true leaves out what one client alone has trained, so that more than its own "
-                f"change depends on a client: use it without {key}.privacy.clip"
+                f"{key}.privacy.secure=true withholds what only one client trained, so that a client influences more "
+                f"than its own change: use it without {key}.privacy.clip"
             )
     if privacy.clip is None:
         if privacy.noise:
@@ -307,7 +307,7 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
     sampling = selection_traits(rules.selection.name).sampling
     if sampling is None:
         raise ValueError(
-            f"{key}.selection={rules.selection.name}: no client's probability is known; use uniform, poisson, all"
+            f"{key}.selection={rules.selection.name}: selection probabilities are unknown; use uniform, poisson or all"
         )
     if privacy.accountant == "pld" and sampling == "uniform":
         raise ValueError(f"{key}.privacy.accountant=pld knows selection=poisson and all, not uniform: use rdp")
@@ -321,8 +321,8 @@ def check_privacy(config: TrainingConfig, rules: Rules) -> None:
         )
     if config.min_contributors > 1:
         raise ValueError(
-            f"{key}.min_contributors={config.min_contributors}: to look at who covers a scalar would tell who took "
-            f"part; use 1 ({key}.privacy.least_coverage leaves out what few are expected to hold)"
+            f"{key}.min_contributors={config.min_contributors}: counting a scalar's contributors would reveal who took "
+            f"part; use 1 ({key}.privacy.least_coverage withholds what few are expected to hold)"
         )
     accounting()
 
@@ -342,7 +342,7 @@ def privacy_processors(
     objective = OBJECTIVES.make(world.spec.objective)
     if isinstance(objective, MaskedClasses) and objective.in_mean:
         raise ValueError(
-            f"{rules.key}.privacy: which rows of a classifier count tells which classes a client has: set "
+            f"{rules.key}.privacy: the classifier rows that count reveal which classes a client has: set "
             "objective.options.in_mean=false"
         )
     privacy = config.privacy
@@ -350,7 +350,7 @@ def privacy_processors(
         return (SecureAggregation(privacy.fraction_bits, privacy.survivors),)
     may_be_away = world.devices is not None or any(profile.availability < 1 for profile in world.profiles)
     if may_be_away or world.availability is not None:
-        raise ValueError(f"{stage}, privacy: with devices that may be away no client's probability is known")
+        raise ValueError(f"{stage}, privacy: selection probabilities are unknown for devices that may be away")
     sampling, size = selection_traits(config.selection).sampling, expected_size(config, len(eligible))
     assert sampling is not None, "checked"
     share = size if sampling == "uniform" else size / max(1, len(eligible))

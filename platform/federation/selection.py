@@ -301,7 +301,7 @@ def poisson(choice: Choice) -> Cohort:
     A cohort may be larger than `size`, or empty. The cost grows with the cohort, not with the registered clients.
     """
     if not choice.always:
-        raise ValueError("selection=poisson needs devices that are always available, or no probability is known")
+        raise ValueError("selection=poisson needs devices that are always available: else probabilities are unknown")
     population = len(choice.eligible)
     if not population:
         return Cohort(())

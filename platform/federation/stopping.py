@@ -136,4 +136,4 @@ def check_stop(stop: StopConfig, objective: str, keys: Sequence[str], *, is_scor
 def check_scored(stop: StopConfig, key: str, *, names_some: bool) -> None:
     """Raises ValueError if early stopping is configured and the stage's `key` names nothing to score."""
     if stop.is_set and not names_some:
-        raise ValueError(f"{key}: nothing is scored on validation data, so that stop.* cannot end the stage; name some")
+        raise ValueError(f"{key}: no scores on validation data, so stop.* cannot end the stage; name what to score")

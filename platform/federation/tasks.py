@@ -66,9 +66,9 @@ def tasks_of(config: RunConfig, space: SearchSpace, dataset: Dataset, tiers: int
     with_tasks(space, "tiers.tasks")
     classes = [len(known[name].names) for name in names]
     if heads != classes:
-        what = ", ".join(f"{name} of {count}" for name, count in zip(names, classes, strict=True))
+        what = ", ".join(f"{count} ({name})" for name, count in zip(names, classes, strict=True))
         raise ValueError(
-            f"space.heads={'null' if heads is None else heads}: the tasks are {what} classes; set space.heads={classes}"
+            f"space.heads={'null' if heads is None else heads}: tasks have {what} classes; set space.heads={classes}"
         )
     return Tasks(names, tuple(names.index(name) for name in of_tiers), tuple(known[name] for name in names))
 
@@ -78,7 +78,7 @@ def task_names(config: RunConfig, tiers: int) -> tuple[str, ...]:
     of_tiers, heads = config.tiers.tasks, config.space.heads
     if of_tiers is None:
         if heads is not None:
-            raise ValueError(f"space.heads={heads} are the classes of several tasks: give each tier's in tiers.tasks")
+            raise ValueError(f"space.heads={heads} is for several tasks: give each tier's task in tiers.tasks")
         return ()
     if len(of_tiers) != tiers:
         raise ValueError(f"tiers.tasks has {len(of_tiers)} values for {tiers} tiers: give one per tier")
@@ -96,7 +96,7 @@ def label_sets(dataset: Dataset, config: DataConfig) -> Mapping[str, LabelSet]:
     for name, of in config.label_sets.items():
         key = f"data.label_sets.{name}"
         if name in known:
-            raise ValueError(f"{key}: {config.dataset} has label sets of the names {', '.join(known)}; choose another")
+            raise ValueError(f"{key}: {config.dataset} already has label sets named {', '.join(known)}; choose another")
         known[name] = LabelSet(of_classes(of, classes, key), _names(name, of, dataset.class_names))
     return known
 

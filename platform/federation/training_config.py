@@ -169,7 +169,7 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     processors = tuple(specs.pop(_processor_key(index)) for index in range(len(config.processors)))
     rules = Rules(selection, local, weighting, server, aggregator, optimizer, processors, specs, key)
     if config.idle_momentum and optimizer != PLAIN:
-        raise ValueError(f"{key}.idle_momentum=true is SGD's alone: use {key}.optimizer=sgd, given {optimizer.name}")
+        raise ValueError(f"{key}.idle_momentum=true is for SGD only: use {key}.optimizer=sgd, given {optimizer.name}")
     _check_local_rule(rules, config, key)
     _check_aggregator(rules, config, key)
     try_rules(rules, config.clients_per_round)
@@ -211,8 +211,8 @@ def _check_local_rule(rules: Rules, config: TrainingConfig, key: str) -> None:
         raise ValueError(f"{key}.server={server} needs {key}.local_rule={traits.local_rule}, given {local}: set both")
     if traits.needs_every_contributor and config.min_contributors > 1:
         raise ValueError(
-            f"{key}.min_contributors={config.min_contributors}: {server}'s server keeps the mean of what all clients "
-            "keep; use 1"
+            f"{key}.min_contributors={config.min_contributors}: {server}'s server state is the mean of all clients' "
+            "states; use 1"
         )
     if selection_traits(rules.selection.name).shortens_updates:
         refuse_parts(rules.local, key, rules.selection.name, "another selection rule")
@@ -234,7 +234,7 @@ def _check_aggregator(rules: Rules, config: TrainingConfig, key: str) -> None:
         raise ValueError(f"{beside}: the noise of {key}.privacy is for weighted sums; use {key}.aggregator={MEAN}")
     if weighting_traits(rules.weighting.name).weighs_unheld:
         raise ValueError(
-            f"{beside} judges a scalar among those who hold it: {key}.weighting={rules.weighting.name} counts others"
+            f"{beside} compares only clients that hold a scalar: {key}.weighting={rules.weighting.name} counts others"
         )
 
 
@@ -252,7 +252,7 @@ def check_cohort(rules: Rules, clients: int) -> None:
         with_options = "".join(f" with {rules.key}.options.{name}={value}" for name, value in aggregator.options)
         raise ValueError(
             f"{rules.key}.aggregator={aggregator.name}{with_options} needs more than the {clients} clients of a round, "
-            "so that nothing would ever be trained: raise clients_per_round, or reckon with fewer attackers"
+            "so that nothing would ever be trained: raise clients_per_round, or assume fewer attackers"
         )
 
 
@@ -378,7 +378,7 @@ def try_rules(rules: Rules, cohort: int | None) -> None:
         if not any(rule(work)[tensor] for work in works for tensor in work.seen_by_tensor):
             few, many = TRIED_SAMPLES
             raise PluginError(
-                f"weighting rule {name!r} weighs all tensors 0, of a client with {few} samples and of one with "
+                f"weighting rule {name!r} gives all tensors weight 0, for a client with {few} samples and for one with "
                 f"{many}: nothing would be trained; give what is trained a weight above 0"
             )
     if is_import_path(rules.server.name):

@@ -37,14 +37,14 @@ class TrainingWarnings:
         self._has_looked = True
         if stack == 1 and executor.stack_clients not in ("auto", "off", "1"):
             logger.warning(
-                "%s: executor.stack_clients=%s has no effect on these clients: it is for such that all train one whole "
-                "network of known layers, which space.name=module and supernets' paths are not",
+                "%s: executor.stack_clients=%s has no effect on these clients: stacking needs clients that all train "
+                "one whole network of known layers, not space.name=module or a supernet's paths",
                 *(self.stage, executor.stack_clients),
             )
         networks = [getattr(task, name, None) for task in tasks for name in ("network", "subnet")]
         whole = any(isinstance(network, Subnet) and network.stand_alone for network in networks)
         if executor.compile and (stack > 1 or not whole):
-            why = "trained as stacks (executor.stack_clients)" if stack > 1 else "others, such as a supernet's paths"
+            why = "trained as stacks (executor.stack_clients)" if stack > 1 else "not whole, such as a supernet's paths"
             logger.warning(
                 "%s: executor.compile=true has no effect on networks that are %s: it is for networks of one "
                 "architecture that clients train one by one",
@@ -60,7 +60,7 @@ class TrainingWarnings:
             self._has_waited = True
             logger.warning(
                 "%s: no device is online at %.6g s of simulated time, and the server waits for %.6g s; such waits are "
-                "part of the rounds' simulated_s, and this is said once",
+                "part of the rounds' simulated_s (warned once)",
                 *(self.stage, now_s, starts_s - now_s),
             )
         if size is None or planned >= min(size, len(selection.population)) or self._had_few:
@@ -70,7 +70,7 @@ class TrainingWarnings:
             self._had_few = True
             logger.warning(
                 "%s: at %.6g s of simulated time %d of %d devices are online, and the round has %d of its %d clients; "
-                "this is said once, the column clients_planned of rounds tells it of every round",
+                "warned once: see the column clients_planned of the table rounds",
                 *(self.stage, starts_s, online, len(selection.population), planned, size),
             )
 
@@ -122,9 +122,8 @@ class TrainingWarnings:
         if validation < CHANCES / self.world.spec.space.num_classes and training > validation + FAR:
             self._has_compared = True
             logger.warning(
-                "%s, round %d: the clients' accuracy is %.2f, of their own networks on their own batches and with "
-                "their statistics, that of the model with running statistics on validation data %.2f: the running "
-                "statistics of its batch norms do not fit the clients' data; use a space without them, such as by "
-                "space.norm, or less skewed data",
+                "%s, round %d: the clients' accuracy is %.2f with their own networks, batches and statistics, but the "
+                "model's with running statistics on validation data is %.2f: the running statistics of its batch "
+                "norms do not fit the clients' data; use a space without them (see space.norm), or less skewed data",
                 *(self.stage, index + 1, training, validation),
             )

@@ -102,8 +102,8 @@ def architectures_of(config: FedDFConfig, world: World) -> list[Architecture]:
     if named is None:
         if world.space.num_architectures > MOST_ARCHITECTURES:
             raise ValueError(
-                f"method.architectures: {world.space.name} has {world.space.num_architectures} architectures, of which "
-                "the largest that a tier affords is not looked for: give one per tier, or one for all"
+                f"method.architectures: {world.space.name} has {world.space.num_architectures} architectures, too many "
+                "to search for the largest that a tier affords: give one per tier, or one for all"
             )
         return largest_of_tiers(world)
     if len(named) not in (1, len(tiers)):
@@ -317,8 +317,8 @@ def stages(config: FedDFConfig, world: World) -> list[Stage]:
     training.kinds, training.distillation = kinds, config.distillation
     if training.processing.needs_updates and config.distillation.steps:
         raise ValueError(
-            f"attack.name={world.config.attack.name}: colluders change their updates before the mean, and the networks "
-            "that the server distils would stay honest; use an attack whose clients work alone"
+            f"attack.name={world.config.attack.name}: colluders only change averaged updates, not the networks that "
+            "the server distils; use an attack whose clients work alone"
         )
 
     def of_tiers(state: RunState) -> RunState:

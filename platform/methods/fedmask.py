@@ -256,8 +256,8 @@ def stages(config: FedMaskConfig, world: World) -> list[Stage]:
     for name, allowed in fixed.items():
         if getattr(train, name) != allowed:
             raise ValueError(
-                f"method.train.{name}={shown(getattr(train, name))}: fedmask's silos send bits, which are counted; use "
-                f"{allowed}"
+                f"method.train.{name}={shown(getattr(train, name))}: fedmask's server takes the majority of the "
+                f"silos' bits; use {allowed}"
             )
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     masked = masked_names(config, world, subnet)

@@ -257,7 +257,7 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
     if train.pretraining_rounds > train.rounds:
         raise ValueError(
             f"method.train.pretraining_rounds={train.pretraining_rounds}: must be between 0 and method.train.rounds, "
-            f"which are all rounds ({train.rounds})"
+            f"the number of all rounds ({train.rounds})"
         )
     space, classes = summing_options(world.space, "fedmn"), world.config.space.num_classes
 

@@ -41,7 +41,7 @@ class FedNova(LocalRule):
     def refuses(self, local: LocalSGD) -> str | None:
         """Refuses all but SGD with one learning rate and momentum that starts at zero, for which a_i is derived."""
         if local.keeps_state and local.momentum:
-            return "optimizer_state=kept: a_i is that of momentum which begins at zero; use optimizer_state=fresh"
+            return "optimizer_state=kept: a_i assumes that momentum starts at zero; use optimizer_state=fresh"
         return not_plain(local, "a_i counts steps of SGD")
 
     def begin(self, client: LocalClient) -> LinearCorrection:

@@ -226,7 +226,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
     rules = rules_of(config, "method.train")
     if local_rule(rules.local).extra_passes:
         raise ValueError(
-            f"method.train.local_rule={rules.local.name} needs the gradient of one network with these options, and "
+            f"method.train.local_rule={rules.local.name} with these options needs the gradient of one network, but "
             "clients train another path in every batch: use option=2 (of scaffold), or another rule"
         )
 

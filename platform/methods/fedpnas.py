@@ -158,7 +158,7 @@ def checked_base(config: FedPnasConfig, space: HasCells) -> int:
         )
     for cell_type in set(CELL_TYPES) - {space.cell_type(cell) for cell in range(base_cells, cells)}:
         logger.warning(
-            "the silos' own part has no %s cell: what is searched of its edges means nothing; choose a smaller "
+            "the silos' own part has no %s cell, so the search of its edges has no effect; choose a smaller "
             "method.base_cells or more space.cells",
             cell_type,
         )
@@ -170,7 +170,7 @@ def stages(config: FedPnasConfig, world: World) -> list[Stage]:
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
     if train.local_rule != "sgd":
         raise ValueError(
-            f"method.train.local_rule={train.local_rule}: base and own part are trained as one network, by sgd alone"
+            f"method.train.local_rule={train.local_rule}: base and own part are trained as one network, with sgd only"
         )
     base_cells, share = checked_base(config, with_cells(world.space, config.name)), participation(world, train)
     space = searched_space(

@@ -110,8 +110,8 @@ def check_adapters(train: TrainingConfig, who: str, why: str) -> None:
     refuse_what_stays(train, who, why)
     if train.privacy.clip is not None or train.privacy.secure or train.privacy.noise:
         raise ValueError(
-            f"method.train.privacy: {who}'s server multiplies the adapters of single clients, which hides nothing and "
-            "bounds nothing; leave it out"
+            f"method.train.privacy: {who}'s server multiplies the adapters of single clients, so privacy would neither "
+            "hide nor bound them; leave it out"
         )
 
 

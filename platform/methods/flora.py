@@ -139,11 +139,11 @@ def stages(config: FLoRAConfig, world: World) -> list[Stage]:
     if config.train.options.get("direction", "up") != "up":
         raise ValueError(
             f"method.train.options.direction={config.train.options['direction']}: flora's clients receive the adapters "
-            "of others, which are merged as they are; use up"
+            "of others and merge them as they are; use up"
         )
     if pairs[0].merged not in space.slices(space.largest):
         raise ValueError(
-            "flora merges adapters into a sum per layer, which the network must have: space.lora.merged=true"
+            "flora merges adapters into a sum per layer, which the network must hold: set space.lora.merged=true"
         )
 
     def network(_round: Round, client_id: int) -> Subnet:

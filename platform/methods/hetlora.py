@@ -177,8 +177,8 @@ def check(config: HetLoRAConfig) -> None:
         )
     if privacy.clip is not None or privacy.secure or privacy.noise:
         raise ValueError(
-            "method.train.privacy: the zeros and the norms of hetlora's adapters tell ranks and weights of single "
-            "clients; leave it out"
+            "method.train.privacy: the zeros and the norms of hetlora's adapters reveal the ranks and weights of "
+            "single clients; leave it out"
         )
 
 

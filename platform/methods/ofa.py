@@ -250,7 +250,7 @@ def _check(config: OFATrainingConfig, world: World, space: HasSortedChannels) ->
     check_training(config, key, world.num_clients)
     if len(config.subnets_per_batch) != 2:
         raise ValueError(
-            f"{key}.subnets_per_batch={config.subnets_per_batch}: give two, while depths open and while widths do"
+            f"{key}.subnets_per_batch={config.subnets_per_batch}: give two, one for opening depths and one for widths"
         )
     if config.full_share + config.depth_share > 1:
         raise ValueError(
@@ -268,7 +268,7 @@ def _check(config: OFATrainingConfig, world: World, space: HasSortedChannels) ->
     )
     if config.sort_channels and keeps:
         raise ValueError(
-            f"{key}.sort_channels=true: what rules and optimisers keep would stay where channels were; set it to "
+            f"{key}.sort_channels=true: the state of rules and optimisers would not move with the channels; set it to "
             "false, or use local_rule=sgd or fedprox, server=replace and optimizer_state=fresh"
         )
 

@@ -233,7 +233,7 @@ def refuse_shared(train: SiloTrainingConfig, why: str) -> None:
     """Raises ValueError for a local rule that sends more tensors for every parameter, as SCAFFOLD does."""
     if local_rule(rules_of(train, "method.train").local).shared:
         raise ValueError(
-            f"method.train.local_rule={train.local_rule} shares tensors of every parameter, and {why}; use sgd or "
+            f"method.train.local_rule={train.local_rule} sends tensors for every parameter, but {why}; use sgd or "
             "fedprox"
         )
 

@@ -132,7 +132,7 @@ def build_stages(world: World) -> list[Stage]:
     trained = [stage for stage in stages if getattr(stage, "trains", False)]
     if world.attackers and (method.kind == "silos" or not all(isinstance(s, TrainingStage) for s in trained)):
         raise ValueError(
-            f"attack.share={world.config.attack.share:g}: the clients of {config.name} know no attacks: set it to 0, "
+            f"attack.share={world.config.attack.share:g}: the clients of {config.name} cannot attack: set it to 0, "
             "or use a method whose clients train one shared model"
         )
     return stages

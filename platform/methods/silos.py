@@ -144,7 +144,7 @@ def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
         )
     if world.config.tiers.unsupported:
         raise ValueError(
-            "tiers.unsupported: silos train every operator of their space; leave them out of space.operators"
+            "tiers.unsupported: silos train every operator of their space; remove unsupported ones from space.operators"
         )
     check_training(train, "method.train", world.num_clients)
     for name in ("optimizer", "optimizer_state", "local_warmup_steps", "local_cosine_to"):
@@ -424,8 +424,8 @@ class SiloTraining(TrainingStage):
             )
         if acts and self.config.use_validation:
             raise ValueError(
-                f"{self.rules.key}.use_validation=true: privacy and processors act on what is trained on training data "
-                "alone; set it to false"
+                f"{self.rules.key}.use_validation=true: privacy and processors act on updates from training data only; "
+                "set it to false"
             )
         if self.may_end_early and self.config.use_validation:
             raise ValueError(
@@ -467,8 +467,8 @@ def fresh_subnet(world: World, subnet: Subnet) -> Initial:
     parts = on_meta(partial(world.space.build_subnet, subnet.architecture)).modules()
     if any(isinstance(part, BatchNorm) and part.momentum == 0 for part in parts):
         raise ValueError(
-            f"space.norm=static: no training moves the statistics of {world.space.name}'s batch norms, which only "
-            "heterofl, fjord and their like estimate in the end; use space.norm=batch or group"
+            f"space.norm=static: no training updates the statistics of {world.space.name}'s batch norms; only "
+            "heterofl, fjord and the like estimate them, at the end; use space.norm=batch or group"
         )
     return from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), SUPERNET)
 

@@ -359,11 +359,11 @@ def stages(config: SpiderConfig, world: World) -> list[Stage]:
     gains = config.gains
     if gains.clients is not None and gains.clients > world.num_clients:
         raise ValueError(
-            f"method.gains.clients={gains.clients}: must be between 2 and the {world.num_clients} silos there are"
+            f"method.gains.clients={gains.clients}: must be between 2 and {world.num_clients}, the number of silos"
         )
     if not gains.tune_own and gains.start == "shared":
         raise ValueError(
-            "method.gains.tune_own=false compares with the silos' final models, which the others have to start from: "
+            "method.gains.tune_own=false compares with the silos' final models, so training must start from them: "
             "set method.gains.start=own"
         )
     if gains.epochs and gains.epoch == BY_VALIDATION:

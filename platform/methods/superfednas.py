@@ -167,7 +167,7 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
         )
     if config.distribution.tier_aware and not hands_out:
         raise ValueError(
-            f"{key}.distribution.tier_aware=true: where all clients get the same model no budget is looked at; "
+            f"{key}.distribution.tier_aware=true: budgets are ignored where all clients get the same model; "
             "use travels=slices and a supernet, or leave it out"
         )
     shrinking = config.shrinking

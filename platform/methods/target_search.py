@@ -277,7 +277,7 @@ class VerifyStage(ScoringStage):
         value = state.data[FINALISTS]
         if value["refused"]:
             logger.warning(
-                "no subnet was searched: %s (afterwards: fedloom search RUN --samples N --min-tau X)", value["refused"]
+                "no subnet was searched: %s (later: fedloom search RUN --samples N --min-tau X)", value["refused"]
             )
         of_predictor = {"model": "predictor", "tier": SERVER, "split": "validation"}
         rows: list[Row] = [

@@ -80,7 +80,7 @@ def tier_stages(
     """
     if train.privacy.clip is not None and world.space.keeps_statistics:
         raise ValueError(
-            f"method.train.privacy: {model}'s clients measure batch norms in the end without noise; use space.norm=none"
+            f"method.train.privacy: {model}'s clients measure batch norms without noise at the end; use space.norm=none"
         )
     if train.evaluate_every:
         check_statistics(world)
@@ -110,7 +110,7 @@ def of_widths(space: SearchSpace, who: str) -> LeadingSpace:
     """The space, if its only decision is the width, or the rank of adapters; ValueError for any other."""
     if not isinstance(space, LeadingSpace):
         raise ValueError(
-            f"{who} cannot use space {space.name}, whose subnets are no widths of one network: choose "
+            f"{who} cannot use space {space.name}, whose subnets are not widths of one network: choose "
             "space.name=cnn_width, resnet_width, lstm_width, width with a network of your own, or space.lora.ranks"
         )
     return space
@@ -119,16 +119,18 @@ def of_widths(space: SearchSpace, who: str) -> LeadingSpace:
 def refuse_what_stays(train: TrainingConfig, who: str, why: str) -> None:
     """Raises ValueError for rules that keep tensors, or clients that keep an optimiser's state, between rounds."""
     if train.optimizer_state == "kept":
-        raise ValueError(f"method.train.optimizer_state=kept: {who} {why}, and what clients keep would stay: use fresh")
+        raise ValueError(
+            f"method.train.optimizer_state=kept: {who} {why}, so the state that clients keep would not fit: use fresh"
+        )
     if "top_k" in train.processors:
         raise ValueError(
-            f"method.train.processors: {who} {why}, and what top_k has not sent would stay: use sparsify, which keeps "
-            "nothing"
+            f"method.train.processors: {who} {why}, so what top_k has not yet sent would not fit: use sparsify, which "
+            "keeps nothing"
         )
     if train.server != "replace" or train.local_rule not in ("sgd", "fedprox"):
         raise ValueError(
-            f"method.train.local_rule={train.local_rule} and method.train.server={train.server}: {who} {why}, and what "
-            "rules keep would stay: use sgd or fedprox, and replace"
+            f"method.train.local_rule={train.local_rule} and method.train.server={train.server}: {who} {why}, so what "
+            "rules keep would not fit: use sgd or fedprox, and replace"
         )
 
 

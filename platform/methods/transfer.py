@@ -93,8 +93,8 @@ def source_of(config: TransferConfig, world: World) -> Source:
     architecture = source if config.architecture is None else space.parse(config.architecture)
     if model != SUPERNET and architecture != source:
         raise ValueError(
-            f"method.architecture={config.architecture}: model {model} of run {paths.run_id} is {space.label(source)}; "
-            "only supernets can be cut; leave it out (null)"
+            f"method.architecture={config.architecture}: model {model} of run {paths.run_id} has architecture "
+            f"{space.label(source)}; only supernets can be cut; leave it out (null)"
         )
     if model == SUPERNET and space.slices_tensors and space.keeps_statistics and not config.from_scratch:
         raise ValueError(
@@ -129,7 +129,7 @@ def _model_of(config: TransferConfig, world: World) -> tuple[RunPaths, str]:
     paths = find_run(Path(world.config.results), config.start_from)
     known = list_models(paths)
     if not known:
-        raise ValueError(f"method.start_from: run {paths.run_id} has not kept a model yet, or never will")
+        raise ValueError(f"method.start_from: run {paths.run_id} has no model yet, and may never have one")
     if config.model is None and len(known) != 1:
         raise ValueError(f"method.model: run {paths.run_id} keeps {', '.join(known)}; choose one of them")
     return paths, known[0] if config.model is None else config.model
@@ -208,8 +208,8 @@ def stages(config: TransferConfig, world: World) -> list[Stage]:
     subnet = source.subnet
     if config.head.rounds and config.from_scratch:
         raise ValueError(
-            f"method.head.rounds={config.head.rounds}: from scratch nothing stays fixed while a classifier trains; "
-            "give 0, and its rounds to method.train"
+            f"method.head.rounds={config.head.rounds}: from scratch there are no trained tensors to keep fixed; "
+            "give 0, and add these rounds to method.train"
         )
     if config.head.rounds and not source.fresh:
         raise ValueError(

@@ -111,7 +111,7 @@ def typed(kind: type[T], values: Any) -> T:
     Fields with a default may be missing. Raises TypeError or KeyError for values that are not of the fields' types.
     """
     if not isinstance(values, dict):
-        raise TypeError(f"{shown(values)} is no object")
+        raise TypeError(f"{shown(values)} is not a JSON object")
     arguments = {}
     for field in fields(kind):  # type: ignore[arg-type]  # dataclasses only
         if field.name not in values and field.default is not MISSING:

@@ -73,8 +73,8 @@ def _checked(url: str) -> str:
     has_secret = any(word in key.lower() for key, _ in parse_qsl(parts.query) for word in _SECRETS)
     if parts.password is not None or has_secret:
         raise ValueError(
-            f"results={without_secrets(url)} was given with a secret in the URL, which tables would hold: leave it out "
-            "and set it in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+            f"results={without_secrets(url)} was given with a secret in the URL, which would be stored in tables: "
+            "leave it out and set it in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         )
     whole = parts._replace(path=parts.path.rstrip("/")).geturl()
     # urllib drops the slashes of an empty host for unknown schemes, and fsspec would take the result for a local path.

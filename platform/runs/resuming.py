@@ -84,7 +84,7 @@ def check_name_is_free(root: Path, config: RunConfig) -> None:
             continue
         if setting != own_setting or seeds == own_seeds:
             raise ValueError(
-                f"name={config.name} is that of run {run_id}, and only other seeds of its setting may have it, too: "
+                f"name={config.name} is that of run {run_id}; only runs of its setting with other seeds may share it: "
                 f"choose another, or tags=[{config.name}]"
             )
 

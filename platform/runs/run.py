@@ -238,8 +238,8 @@ def resume_run(
         changed = sources.changed_since(copies)
         if changed and not changed_plugins:
             raise ValueError(
-                f"code of run {run_id} has changed since it was last at work: {', '.join(changed)}; its copy is in "
-                f"{copies}: restore it, or go on with --changed-plugins if the change is meant"
+                f"code of run {run_id} has changed since it last ran: {', '.join(changed)}; its copy is in "
+                f"{copies}: restore it, or go on with --changed-plugins if the change is intended"
             )
         state, position = RunState(), dict[str, Any]()
         if as_stored(paths.checkpoint / STATE_FILE).exists():
@@ -383,7 +383,7 @@ def _end_written(recorder: Recorder, status: StatusFile) -> Iterator[None]:
         try:
             _finish(recorder, status, "interrupted" if is_interrupted else "failed", message)
         except (OSError, ValueError) as unwritten:  # the caller gets the error that ended the run, not this one
-            logger.error("the end of the run could not be written down: %s", unwritten)
+            logger.error("the end of the run could not be recorded: %s", unwritten)
         raise
     _finish(recorder, status, "done", "")
 

@@ -145,8 +145,8 @@ def check_alike(config: Mapping[str, Any], data: FederatedData, known: Mapping[s
         other, run_id = known.get(name, (sha256, ""))
         if other != sha256:
             raise ValueError(
-                f"{name} is not what run {run_id} began with, to which this one would be compared: restore the "
-                "original, or start all of them anew"
+                f"{name} is not what run {run_id} began with, so the two cannot be compared: restore the original, or "
+                "start all runs anew"
             )
 
 

@@ -150,7 +150,7 @@ def load_supernet(root: Path, key: str, config: RunConfig) -> StoredSupernet | N
 def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     folder = _folder(root, key)
     if folder.is_symlink():
-        raise ValueError(f"{folder} leads elsewhere")
+        raise ValueError(f"{folder} is a link")
     try:
         origin = _origin(folder)
         run_id, expected_sha256 = str(origin["run_id"]), origin["state_sha256"]
@@ -158,7 +158,7 @@ def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / ORIGIN} or {STATE_FILE} beside it cannot be read") from error
     if sha256 != expected_sha256:
-        raise ValueError(f"{folder / STATE_FILE} is not what {ORIGIN} says")
+        raise ValueError(f"{folder / STATE_FILE} does not match {ORIGIN}")
     checkpoint = load_checkpoint(folder)
     try:
         stored, present = (
@@ -216,11 +216,11 @@ def keeper(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState],
             store_supernet(paths.root, key, state, paths.run_id, config)
         except OSError as error:
             reason = why(error, _folder(paths.root, key))
-            logger.warning("the supernet could not be left for later runs: %s", reason)
+            logger.warning("the supernet could not be stored for later runs: %s", reason)
         try:
             mirror_folder(config.results, f"{SUPERNETS}/{key}")
         except OSError as error:
-            logger.warning("the supernet could not be left for runs on other machines: %s", in_words(error))
+            logger.warning("the supernet could not be stored for runs on other machines: %s", in_words(error))
 
     return keep
 

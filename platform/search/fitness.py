@@ -84,7 +84,7 @@ def _fitness_of(space: HasBlocks) -> Fitness:
         for block, width in itertools.product(range(stage.most), range(stage.widths)):
             log_filters = _log_widths(on_meta(partial(space.design.build_block, index, block, width)))
             if not log_filters:
-                raise ValueError(f"space {space.name}: DeepFedNAS' fitness is of convolutions, it has none")
+                raise ValueError(f"space {space.name}: DeepFedNAS' fitness needs convolutions, and it has none")
             columns.append((volume * math.fsum(log_filters), math.fsum(log_filters), len(log_filters), index, 1))
     entropy, log_widths, layers, of_stage, blocks = (
         np.array(column, dtype=np.float64) for column in zip(*columns, strict=True)

@@ -148,7 +148,7 @@ class GenerationSearch(ABC):
             self.tell(recorded, [float(m) for m in generation["metrics"]], [float(x) for x in generation["losses"]])
         # The empty result of the last `ask` of an exhausted search is not saved as a generation, so ask again.
         if state["reason"] and not self.reason and self.ask():
-            raise ValueError(f"search state says {state['reason']!r}, but the replay goes on: it was changed")
+            raise ValueError(f"search state ended with {state['reason']!r}, but its replay goes on: it was changed")
 
     def _stream(self, name: str) -> np.random.Generator:
         """A random stream of the seed and the interval."""

@@ -39,7 +39,7 @@ def kendall_tau(a: Values, b: Values) -> tuple[float, float]:
 
     x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1 or len(x) < 2:
-        raise ValueError(f"ranking needs two scorings of the same models, two at least: got {len(a)} and {len(b)}")
+        raise ValueError(f"ranking needs two scorings of the same two or more models: got {len(a)} and {len(b)}")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise ValueError("ranking needs finite scores: leave failed models out")
     result = kendalltau(x, y)

@@ -65,7 +65,7 @@ class CheckedSearcher:
             history = list(self.searcher.history)
         if not all(isinstance(scored, Scored) for scored in history):
             raise PluginError(
-                f"searcher {self.name!r}: its history holds {history!r:.60}: give Scored of what was told"
+                f"searcher {self.name!r}: its history holds {history!r:.60}: give one Scored for each architecture told"
             )
         return history
 

@@ -64,7 +64,7 @@ class _Unpacked:
     def _blank(self, path: str) -> nn.Module:
         cls = self._named(path)
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise ValueError(f"{path} is no class of modules")
+            raise ValueError(f"{path} is not a subclass of torch.nn.Module")
         return cls.__new__(cls)
 
     def _named(self, path: str) -> Any:
@@ -162,7 +162,7 @@ class _Packing:
             return {kind: [self._value(each, f"{where}.{i}".lstrip(".")) for i, each in enumerate(content)]}
         if callable(value):
             return {"code": self._named(value, inside)}
-        raise ValueError(f"its {inside} is {type(value).__name__}, which cannot be written down")
+        raise ValueError(f"its {inside} is {type(value).__name__}, which cannot be stored")
 
     def _named(self, code: Any, where: str) -> str:
         path = import_path(code)

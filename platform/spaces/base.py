@@ -294,7 +294,7 @@ class SearchSpace(Protocol):
         subnet = on_meta(partial(self.build_subnet, architecture)).state_dict()
         strange = [name for name in subnet if name not in shapes]
         if strange:
-            raise ValueError(f"{self.name}: a subnet's tensor {strange[0]!r} is none of the supernet's")
+            raise ValueError(f"{self.name}: a subnet has the tensor {strange[0]!r}, which the supernet lacks")
         return {name: leading(name, tuple(t.shape), shapes[name]) for name, t in subnet.items()}
 
     # -- costs ------------------------------------------------------------------------------------------------------

@@ -492,7 +492,9 @@ class DartsSpace(SummedOperatorSpace):
 
     def _check_base(self, base_cells: int) -> None:
         if not 0 <= base_cells <= self.design.cells:
-            raise ValueError(f"{self.name} has {self.design.cells} cells: base_cells={base_cells} must be 0 to that")
+            raise ValueError(
+                f"{self.name} has {self.design.cells} cells: base_cells={base_cells} must be from 0 to that number"
+            )
 
     # -- costs ------------------------------------------------------------------------------------------------------
 

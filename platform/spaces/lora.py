@@ -137,7 +137,7 @@ class LoraSpace(WithConstants, LeadingSpace):
                 if most > min(layer.weight.shape):
                     raise ValueError(
                         f"space.lora.ranks={list(self.ranks)}: layer {name} has {layer.in_features} inputs and "
-                        f"{layer.out_features} outputs, of which {most} is no low rank: give at most "
+                        f"{layer.out_features} outputs, too few for rank {most}: give at most "
                         f"{min(layer.weight.shape)}, or other space.lora.layers"
                     )
                 add_adapter(layer, most, self.adapter_scale, merged=lora.merged)
@@ -171,7 +171,7 @@ class LoraSpace(WithConstants, LeadingSpace):
         unused = [name for name, layer in layers.items() if layer not in called]
         if unused:
             raise PluginError(
-                f"the network never calls its layer {unused[0]}, as where another layer reads its weight, so that an "
+                f"the network never calls its layer {unused[0]} (another layer may read its weight), so that an "
                 "adapter would do nothing: give other space.lora.layers"
             )
         return outputs

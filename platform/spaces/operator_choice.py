@@ -95,7 +95,7 @@ class NamedOperatorSpace(SearchSpace, ABC):
     def _check_row(self, decision: int, row: tuple[int, ...]) -> None:
         where = f"{self._decision_name(decision)} of {self.name}"
         if not isinstance(row, tuple):
-            raise ValueError(f"{where} keeps a tuple of operators, given {row!r}")
+            raise ValueError(f"{where} must be a tuple of operators, given {row!r}")
         for option in row:
             self._check_option(decision, option)
         if list(row) != sorted(set(row)):

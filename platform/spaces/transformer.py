@@ -191,8 +191,8 @@ class TransformerDesign:
             raise ValueError(f"space.input_shape={shape}: {self.name} takes tokens, of the shape (T,)")
         if patch is not None and (len(shape) != 3 or shape[1] % patch or shape[2] % patch):
             raise ValueError(
-                f"space.patch_size={patch} cuts no images (C, H, W) of space.input_shape={shape} into whole patches: "
-                "give a divisor of the height and the width"
+                f"space.patch_size={patch} cannot cut images (C, H, W) of space.input_shape={shape} into whole "
+                "patches: give a divisor of the height and the width"
             )
         if self.embedding_size % self.attention_heads:
             raise ValueError(

@@ -124,7 +124,7 @@ def _narrow(name: str, keep: Keep, last: bool, part: nn.Module, inputs: tuple[An
         part.embedding_dim = keep(part.embedding_dim)
         resize(part, weight=(part.num_embeddings, part.embedding_dim))
     else:
-        raise ValueError(f"{name} is {type(part).__name__}, of which no narrower version is known: give it `narrow`")
+        raise ValueError(f"{name} is {type(part).__name__}, which has no narrower version: give it a method narrow")
 
 
 def _narrow_convolution(name: str, part: nn.Conv1d | nn.Conv2d, inputs: int, keep: Keep, *, last: bool) -> None:
@@ -136,7 +136,7 @@ def _narrow_convolution(name: str, part: nn.Conv1d | nn.Conv2d, inputs: int, kee
         part.groups = inputs
     else:
         raise ValueError(
-            f"{name} is a convolution of {part.groups} groups: only 1, or one per channel, can be narrower"
+            f"{name} is a convolution of {part.groups} groups: use 1, or one per channel, so that it can be narrower"
         )
     part.in_channels, part.out_channels = inputs, out
     resize(part, weight=(out, inputs // part.groups, *part.weight.shape[2:]), bias=(out,))
@@ -303,8 +303,8 @@ class WidthSpace(LeadingSpace):
                 outputs.append(module(x))
         if not torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-4):
             raise ValueError(
-                f"space {self.name}: a layer takes channels of several layers side by side, of which no leading part "
-                "belongs to a narrower network; add them up instead"
+                f"space {self.name}: a layer concatenates channels of several layers, so its leading channels are not "
+                "those of a narrower network; add them up instead"
             )
 
 

@@ -394,7 +394,8 @@ def test_a_weighting_rule_that_weighs_nothing_is_refused(beside: Path, capfd: py
     module = written(beside, WEIGHTS.format("0.0"))
     line = refusal(capfd, *FEDAVG, f"method.train.weighting={module}:mine")
     assert (
-        f"weighting rule '{module}:mine' weighs all tensors 0, of a client with 4 samples and of one with 1000" in line
+        f"weighting rule '{module}:mine' gives all tensors weight 0, for a client with 4 samples and for one with 1000"
+        in line
     )
 
 
@@ -403,5 +404,5 @@ def test_a_round_in_which_nothing_weighs_anything_fails(beside: Path, capfd: pyt
     _, said = failed(capfd, *FEDAVG, f"method.train.weighting={module}:mine")
     assert said == (
         f"fedavg, round 1: all weights of all 4 updates are 0, so that the round trains nothing: weighting rule "
-        f"'{module}:mine' must weigh what is trained above 0"
+        f"'{module}:mine' must give what is trained a weight above 0"
     )

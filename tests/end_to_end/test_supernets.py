@@ -175,7 +175,7 @@ def test_a_full_disk_for_the_supernet_fails_no_run(
     run_id = run(config)
     assert read_table(Path(config.results), "runs", run_id=run_id)["status"].tolist() == ["done"]
     assert [r.message for r in caplog.records if r.levelname == "WARNING" and "supernet" in r.message] == [
-        f"the supernet could not be left for later runs: {config.results}/supernets/{key_of(config)}: "
+        f"the supernet could not be stored for later runs: {config.results}/supernets/{key_of(config)}: "
         "no space left on device"
     ]
     assert list((Path(config.results) / "supernets").glob("[!.]*")) == []

@@ -109,7 +109,7 @@ def test_an_unknown_space_is_refused() -> None:
     ("overrides", "said"),
     [
         (["tiers.tasks=[pairs,all]"], r"tiers.tasks has 2 values for 4 tiers: give one per tier"),
-        (["space.heads=[5,10]"], r"space.heads=\[5, 10\] are the classes of several tasks: give each tier's"),
+        (["space.heads=[5,10]"], r"space.heads=\[5, 10\] is for several tasks: give each tier's"),
         (
             ["tiers.tasks=[pairs,pairs,all,all]", "space.heads=[5]"],
             r"space.heads=\[5\]: give the number of classes of each task \(pairs, all\)",

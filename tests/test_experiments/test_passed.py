@@ -264,7 +264,7 @@ def test_a_file_chooses_no_code(own: Any, tmp_path: Path) -> None:
     for structure, line in [
         ({"": ["my_own:Net", {}]}, "names my_own:Net, which is not in space.options.code"),
         ({"": ["os:system", {}]}, "names os:system, which is not"),
-        ({"": ["torch.nn.functional:relu", {}]}, "torch.nn.functional:relu is no class of modules"),
+        ({"": ["torch.nn.functional:relu", {}]}, "torch.nn.functional:relu is not a subclass of torch.nn.Module"),
         ({"": ["torch.nn.modules.linear:Linear", {"run": "echo"}]}, "no network can be read from it"),
         ({}, "no network can be read from it"),
     ]:

@@ -98,7 +98,7 @@ def test_a_rule_that_gives_something_else_is_named(monkeypatch: pytest.MonkeyPat
     [
         ({"privacy": PrivacyConfig(secure=True)}, "needs every single update: x.privacy.secure=true hides all but"),
         ({"privacy": PrivacyConfig(clip=1.0)}, "the noise of x.privacy is for weighted sums"),
-        ({"weighting": "fedavg_whole"}, "judges a scalar among those who hold it: x.weighting=fedavg_whole"),
+        ({"weighting": "fedavg_whole"}, "compares only clients that hold a scalar: x.weighting=fedavg_whole"),
         ({"aggregator": "medain:median"}, "x.aggregator: aggregator 'medain:median'"),
         ({"aggregator": "medain"}, "x.aggregator: unknown aggregator 'medain'"),
     ],

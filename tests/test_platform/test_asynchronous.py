@@ -271,12 +271,12 @@ def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
         ),
         (
             {"asynchronous": "fedbuff", "arrivals": 9},
-            "method.train.arrivals=9: only 8 clients are there, who begin at most once in a round; lower it",
+            "method.train.arrivals=9: only 8 clients exist, and each begins at most once in a round; lower it",
         ),
         (
             {"asynchronous": "fedbuff", "arrivals": 2, "selection": "oort"},
             "method.train.asynchronous=fedbuff and method.train.selection=oort, which learns from the answers of the "
-            "round before: they come later; use another selection rule",
+            "last round: they may arrive later; use another selection rule",
         ),
         (
             {"asynchronous": "fedbuff"},
@@ -290,18 +290,18 @@ def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
         ),
         (
             {"asynchronous": "fedbuff", "arrivals": 2, "selection": "poisson"},
-            "method.train.asynchronous=fedbuff and method.train.selection=poisson: clients begin as others end, so "
-            "that their number is given; use uniform, or a rule that selects as many as are asked for",
+            "method.train.asynchronous=fedbuff and method.train.selection=poisson: a client begins whenever another "
+            "ends, so the number at work is fixed; use uniform, or a rule that selects as many clients as asked for",
         ),
         (
             {"arrivals": 2, "privacy": PrivacyConfig(secure=True)},
-            "method.train.arrivals=2 and method.train.privacy: who is counted depends on how fast a device is; leave "
+            "method.train.arrivals=2 and method.train.privacy: which clients count depends on their speed; leave "
             "one out",
         ),
         (
             {"asynchronous": "fedbuff", "arrivals": 2, "local_rule": "scaffold", "server": "replace"},
-            "method.train.asynchronous=fedbuff and method.train.local_rule=scaffold: what clients send beside their "
-            "change belongs to the weights of one round; use sgd or fedprox",
+            "method.train.asynchronous=fedbuff and method.train.local_rule=scaffold: what clients send besides their "
+            "change fits only the weights of one round; use sgd or fedprox",
         ),
         (
             {"arrivals": 2, "min_contributors": 3},

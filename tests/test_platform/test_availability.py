@@ -70,7 +70,7 @@ def test_what_is_generated_depends_on_the_partitions_seed_and_its_keys(tiny_conf
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([f"{c},0,5" for c in range(7)], "on.csv: there is no interval of device 7: give each of 8 clients' devices"),
+        ([f"{c},0,5" for c in range(7)], "on.csv: device 7 has no interval: give each of 8 clients' devices"),
         ([f"{c},0,105" for c in range(8)], "on.csv: device 0 is online until 105 s, after the period of 100 s"),
         (["0,5,0"], "on.csv: column off_s, row 0: 0 must be after the row's on_s"),
     ],

@@ -76,7 +76,7 @@ def test_a_network_that_draws_random_numbers_is_not_compiled_and_keeps_its_strea
 
     plain, _ = one_round(dropping)
     compiled, _ = one_round(dropping, compile=True)
-    reason = "not compiled: the random numbers of its layers would be others"
+    reason = "not compiled: its layers would draw different random numbers"
     assert {r.fallback for r in compiled.client_results} == {reason}
     assert {r.fallback for r in plain.client_results} == {None}
     assert [r.loss for r in compiled.client_results] == [r.loss for r in plain.client_results]
@@ -102,7 +102,7 @@ def test_a_network_that_cannot_be_compiled_is_tried_once_and_counted(
     assert (tried, {r.fallback for r in stacked.client_results}) == ([], {None}), "stacks are not compiled"
 
 
-@pytest.mark.parametrize(("method", "why"), [("fedavg", "trained as stacks"), ("fedoras", "others")])
+@pytest.mark.parametrize(("method", "why"), [("fedavg", "trained as stacks"), ("fedoras", "not whole")])
 def test_where_nothing_is_compiled_or_stacked_a_warning_says_so_once(
     tiny_config: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture, method: str, why: str
 ) -> None:

@@ -142,7 +142,7 @@ def test_an_architecture_outside_the_space_is_named(architecture: Any, message: 
         (((0,), (1, 0), *((0,),) * 8), r"normal 1->2 .* distinct operators in order, given \(1, 0\)"),
         (((0,), (1, 1), *((0,),) * 8), r"normal 1->2 .* given \(1, 1\)"),
         ((*((0,),) * 9, (0, 2)), "reduction 2->3 .* given 2"),
-        ((0,) * 10, "normal 0->2 .* keeps a tuple of operators, given 0"),
+        ((0,) * 10, "normal 0->2 .* must be a tuple of operators, given 0"),
     ],
 )
 def test_a_subspace_outside_the_space_is_named(kept: Any, message: str) -> None:
@@ -331,7 +331,7 @@ def test_a_base_outside_the_network_is_refused() -> None:
             SMALL.cost_of_cells(measure, SMALL.largest_subspace, 1)
     for base_cells in (-1, 4):
         for refuse in (lambda n: SMALL.cost_of_cells("macs", SMALL.largest_subspace, n), SMALL.base_tensors):
-            with pytest.raises(ValueError, match=f"has 3 cells: base_cells={base_cells} must be 0 to that"):
+            with pytest.raises(ValueError, match=f"has 3 cells: base_cells={base_cells} must be from 0 to that"):
                 refuse(base_cells)
     with pytest.raises(ValueError, match="a subspace of darts_s2_small has 10 edges, given 1"):
         SMALL.cost_of_cells("macs", ((0,),), 1)

@@ -165,7 +165,7 @@ FLOATS = RNG.normal(size=(50, 4))
         (Arrays((FLOATS, LABELS), mean=[0.0]), "gives one of mean and std: give both, or neither"),
         (Arrays((FLOATS, LABELS), mean=[0.0], std=[1.0]), r"mean=\[0.0\]: give a finite number for each of 4 channels"),
         (Arrays((FLOATS, LABELS), mean=[0.0] * 4, std=[0.0] * 4), "std=.*give a finite number for each of 4 channels"),
-        (Arrays((FLOATS, LABELS), (FLOATS, LABELS, LABELS)), "names clients of its test part alone"),
+        (Arrays((FLOATS, LABELS), (FLOATS, LABELS, LABELS)), "names clients for test only"),
         (Arrays((FLOATS, LABELS, FLOATS)), r"clients are float64 \(50, 4\): give a name or a whole number for each"),
         (Arrays((FLOATS, LABELS, [None] * 50)), r"clients are object \(50,\): give a name or a whole number for each"),
         (Arrays((None, LABELS)), r"inputs are object \(\): give numbers \(n, ...\)"),
@@ -187,7 +187,7 @@ def test_what_is_no_data_set_is_one_line_that_names_it(
 
 def test_whose_the_test_samples_are_must_be_known(brought: Callable[..., DataConfig]) -> None:
     given = Arrays((IMAGES, LABELS, LABELS), (IMAGES, LABELS))
-    with pytest.raises(ValueError, match=r"whose the test samples of .* are is not known: set data.test_share"):
+    with pytest.raises(ValueError, match=r"the test samples of .* have no known client: set data.test_share"):
         opened(brought(given, partition="natural"))
     assert opened(brought(given, partition="natural", test_share=0.2)).num_clients == 4
     with pytest.raises(ValueError, match=r"data.partition=natural: my_data-mine has no clients of its own"):

@@ -262,7 +262,7 @@ def test_the_clips_of_50_speakers() -> None:
     [
         (lambda f: write_wav(f, rate=8000), "is 8000 Hz, 1 channel; expected 16000 Hz, 1 channel: convert it"),
         (lambda f: write_wav(f, channels=2), "is 16000 Hz, 2 channels; expected 16000 Hz, 1 channel"),
-        (lambda f: write_wav(f, seconds=0.0), "has no samples; expected up to a second of sound: take it out"),
+        (lambda f: write_wav(f, seconds=0.0), "has no samples; expected up to a second of sound: remove it"),
         (lambda f: f.write_bytes(b"RIFF, but not much more"), "cannot be read as sound"),
     ],
 )
@@ -296,7 +296,7 @@ def test_silence_is_needed_for_twelve_classes_and_all_words_for_35(archive: Path
     with pytest.raises(ValueError, match=r"hum.wav: cannot be read as sound .*expected 16 kHz mono WAV"):
         source(archive).labels("train")
     shutil.rmtree(root / "_background_noise_")
-    with pytest.raises(ValueError, match="has neither _background_noise_/ nor _silence_/, of which silence is made"):
+    with pytest.raises(ValueError, match="has neither _background_noise_/ nor _silence_/ to make silence from"):
         source(archive).labels("train")
     (root / "__MACOSX").mkdir()
     assert len(source(archive, classes=35).class_names) == 35

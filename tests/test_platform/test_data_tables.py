@@ -191,7 +191,10 @@ def test_bad_columns_are_one_line(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "t.parquet")
     for options, message in (
         ({"x": ["s"]}, r"column label of .* holds double: give texts or whole numbers"),
-        ({"x": ["v"], "y": "class"}, r"column v of .* holds vectors of 2 lengths or none: all rows must be alike"),
+        (
+            {"x": ["v"], "y": "class"},
+            r"column v of .* holds vectors of 2 lengths, or empty ones: all rows must be alike",
+        ),
         ({"x": ["class"], "y": "class"}, r"names the image a, which"),
         ({"x": ["label", "class"], "y": "class"}, r"column class of .* holds string: data.options.x names columns"),
     ):

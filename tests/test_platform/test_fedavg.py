@@ -148,8 +148,8 @@ def test_a_model_at_chance_whose_clients_are_not_is_warned_of_once(
     assert compared(6, 0.82, 0.16) == 0, "data of ten classes: chance is .1"
     assert compared(6, 0.45, 0.10) == 0
     assert compared(6, 0.82, 0.10) == 1
-    assert "fedavg, round 7: the clients' accuracy is 0.82, of their own networks" in caplog.text
-    assert "with running statistics on validation data 0.10: the running statistics of its batch" in caplog.text
+    assert "fedavg, round 7: the clients' accuracy is 0.82 with their own networks" in caplog.text
+    assert "with running statistics on validation data is 0.10: the running statistics of its batch" in caplog.text
     assert compared(7, 0.82, 0.10) == 1
 
 

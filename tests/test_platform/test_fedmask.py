@@ -153,7 +153,7 @@ def test_chosen_layers_are_masked_and_the_others_stay(mask_config: Make, run_in_
 
 
 def test_what_it_cannot_do_is_refused_in_one_line(mask_config: Make, refused: Callable[[RunConfig], str]) -> None:
-    rest = "fedmask's silos send bits, which are counted; use"
+    rest = "fedmask's server takes the majority of the silos' bits; use"
     assert refused(mask_config(local_rule="fedprox")) == f"method.train.local_rule=fedprox: {rest} sgd"
     assert refused(mask_config(server="fedadam")) == f"method.train.server=fedadam: {rest} replace"
     assert refused(mask_config(weighting="fedavg")) == f"method.train.weighting=fedavg: {rest} plain"

@@ -328,7 +328,7 @@ def test_what_diverges_is_left_out(world: World) -> None:
 @pytest.mark.parametrize(
     ("changes", "allowed"),
     [
-        ({"pretraining_rounds": 4}, "between 0 and method.train.rounds, which are all rounds (3)"),
+        ({"pretraining_rounds": 4}, "between 0 and method.train.rounds, the number of all rounds (3)"),
         ({"pretraining_rounds": -1}, "0 or more"),
         ({"router_lr": 0.0}, "greater than 0"),
         ({"temperature": float("nan")}, "greater than 0"),

@@ -187,7 +187,7 @@ def test_trials_that_are_compared_begin_with_the_same_data_and_files(tiny_config
 
     check()
     write_table(file, seed=2)
-    with pytest.raises(ValueError, match=rf"devices.csv is not what run {paths.run_id} began with, to which"):
+    with pytest.raises(ValueError, match=rf"devices.csv is not what run {paths.run_id} began with, so the two"):
         check()
     write_table(file)
     write_data(root / "digits.npz", add=1)

@@ -42,8 +42,8 @@ def test_a_batch_of_padding_alone_has_a_loss_of_zero_and_no_gradient() -> None:
 
 def test_texts_that_are_too_short_and_images_are_refused() -> None:
     choice = ComponentSpec("later_positions", (("skip", 40),))
-    with pytest.raises(ValueError, match=r"skip=40 is for texts of more positions, given 35 positions"):
+    with pytest.raises(ValueError, match=r"skip=40 needs texts with more positions than skip, given 35 positions"):
         check_objective(choice, torch.zeros((3, 35), dtype=torch.int64), 5)
-    with pytest.raises(ValueError, match=r"is for texts of more positions, given images"):
+    with pytest.raises(ValueError, match=r"needs texts with more positions than skip, given images"):
         check_objective(choice, torch.zeros(3, dtype=torch.int64), 5)
     check_objective(choice, torch.zeros((3, 41), dtype=torch.int64), 5)

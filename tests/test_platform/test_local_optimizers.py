@@ -122,7 +122,7 @@ ALLOWED: dict[str, Any] = {"optimizer": "adam", "momentum": 0.0, "lr": 0.01}
         ({"options": {"eps": 1e-8}}, "method.train.options.eps: not an option of .*local optimizer sgd"),
         (
             {**ALLOWED, "idle_momentum": True},
-            "method.train.idle_momentum=true is SGD's alone: use method.train.optimizer=sgd, given adam",
+            "method.train.idle_momentum=true is for SGD only: use method.train.optimizer=sgd, given adam",
         ),
         (
             {**ALLOWED, "local_rule": "scaffold"},
@@ -140,7 +140,7 @@ ALLOWED: dict[str, Any] = {"optimizer": "adam", "momentum": 0.0, "lr": 0.01}
         ),
         (
             {"optimizer_state": "kept", "local_rule": "fednova", "server": "fednova"},
-            "method.train.optimizer_state=kept: a_i is that of momentum which begins at zero; use optimizer_state",
+            "method.train.optimizer_state=kept: a_i assumes that momentum starts at zero; use optimizer_state",
         ),
         ({"optimizer": f"{HERE}:still"}, "optimizer '.*:still' leaves the parameters as they are: change step.param"),
         ({"optimizer": f"{HERE}:endless"}, "local optimizer '.*:endless' makes parameters that are not finite"),

@@ -243,7 +243,7 @@ def test_who_is_trained_alone_and_not_in_a_stack_is_warned_of_once(
 ) -> None:
     setting.loop(Counting(rounds=2), executor=Alone()).run(RunState())
     (text,) = caplog.messages
-    assert text.startswith("train, round 1: 3 of 4 clients were not trained as a stack, or not compiled")
+    assert text.startswith("train, round 1: 3 of 4 clients were not stacked or not compiled as planned")
     assert "the first is client 1: no vmap (all are in the column fallback of clients" in text
     assert setting.table("clients")["fallback"].tolist() == [None, "no vmap", "no vmap", "no vmap"] * 2
 

@@ -293,10 +293,10 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
     else:
         assert f"{name} " in refused(config_of(kind, {"server": "fedadam"}))
         assert f"{name} " in refused(config_of(kind, {"optimizer_state": "kept"}))
-        assert "what top_k has not sent would stay" in refused(config_of(kind, {"processors": ["top_k"]}))
+        assert "what top_k has not yet sent would not fit" in refused(config_of(kind, {"processors": ["top_k"]}))
     if kind is FLoRAConfig:
         config = config_of(kind)
         both_ways = config_of(kind, {"processors": ["qsgd"], "options": {"direction": "both"}})
         assert "method.train.options.direction=both: flora's clients receive the adapters of" in refused(both_ways)
         without = replace(config, space=replace(config.space, lora=replace(config.space.lora, merged=False)))
-        assert "a sum per layer, which the network must have: space.lora.merged=true" in refused(without)
+        assert "a sum per layer, which the network must hold: set space.lora.merged=true" in refused(without)

@@ -107,7 +107,7 @@ def test_an_architecture_outside_the_space_is_named(architecture: Any, message: 
         (((0,),) * 9, "a subspace of resnet18_modular_small has 8 blocks, given 9"),
         (((0,), (1, 0), *((0,),) * 6), r"block 1 of .* distinct operators in order, given \(1, 0\)"),
         ((*((0,),) * 7, (0, 2)), "block 7 .* given 2"),
-        ((0,) * 8, "block 0 .* keeps a tuple of operators, given 0"),
+        ((0,) * 8, "block 0 .* must be a tuple of operators, given 0"),
     ],
 )
 def test_a_subspace_outside_the_space_is_named(kept: Any, message: str) -> None:

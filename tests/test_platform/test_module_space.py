@@ -456,7 +456,7 @@ def test_labels_by_name_go_with_any_network_and_an_objective_that_takes_them(
     training = TrainingConfig(rounds=2, clients_per_round=3)
     config = tiny_config_in(tmp_path, method=FedAvgConfig(train=training))
     config.data.dataset, config.data.partition = "my_net:weighted_digits", "iid"
-    with pytest.raises(ValueError, match="classification takes labels of one tensor, given label, weight: use another"):
+    with pytest.raises(ValueError, match="classification needs single-tensor labels, given label, weight: use another"):
         build_world(config)
     config.objective.name = "my_net:Weighted"
     results = results_of(config)

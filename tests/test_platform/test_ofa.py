@@ -314,13 +314,13 @@ def test_the_teacher_gets_no_noise_of_private_training(ofa_config: Make, begun: 
     [
         ({"full_share": 0.7, "depth_share": 0.6}, r"full_share=0.7 and depth_share=0.6 .* at most 1"),
         ({"full_share": 0.0}, r"method.train.teaching=1 needs method.train.full_share above 0"),
-        ({"subnets_per_batch": [4]}, r"method.train.subnets_per_batch=\[4\]: give two, while depths open and while"),
+        ({"subnets_per_batch": [4]}, r"method.train.subnets_per_batch=\[4\]: give two, one for opening depths and"),
         (
             {"space": {"coupled": True}, "depth_share": 0.3},
             r"depth_share=0.3: with space.coupled=true widths open with",
         ),
-        ({"optimizer_state": "kept"}, r"method.train.sort_channels=true: what rules and optimisers keep would stay"),
-        ({"server": "fedavgm"}, r"method.train.sort_channels=true: what rules and optimisers keep would stay"),
+        ({"optimizer_state": "kept"}, r"method.train.sort_channels=true: the state of rules and optimisers would not"),
+        ({"server": "fedavgm"}, r"method.train.sort_channels=true: the state of rules and optimisers would not"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(ofa_config: Make, change: dict[str, Any], message: str) -> None:

@@ -246,7 +246,7 @@ def test_what_clients_do_not_send_whole_is_refused() -> None:
         ({"local_rule": "scaffold", "momentum": 0.0, "clip_norm": 1.0}, "clip_norm=1: option 2 takes x - y"),
         (
             {"local_rule": "scaffold", "momentum": 0.0, "selection": "pyramidfl"},
-            "method.train.local_rule=scaffold keeps whole changes, and pyramidfl's clients send parts of theirs: use "
+            "method.train.local_rule=scaffold needs whole changes, but pyramidfl's clients send only parts: use "
             "another selection rule$",
         ),
         ({"local_rule": "feddyn", "server": "feddyn", "min_contributors": 2}, "min_contributors=2: feddyn's server"),

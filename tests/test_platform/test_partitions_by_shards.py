@@ -91,7 +91,9 @@ def test_test_samples_are_of_a_clients_own_classes(tmp_path: Path) -> None:
 
 
 def test_more_shards_than_samples_are_one_line(tmp_path: Path) -> None:
-    message = r"data.shards_per_client=72: 20 clients have 1440 shards of the 1438 training samples .* at most 71"
+    message = (
+        r"data.shards_per_client=72: 20 clients need 1440 shards, but .* has 1438 training samples; must be at most 71"
+    )
     with pytest.raises(ValueError, match=message):
         opened(tmp_path, partition="shards", shards_per_client=72)
     assert opened(tmp_path, partition="shards", shards_per_client=71).num_clients == 20

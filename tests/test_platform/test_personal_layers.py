@@ -383,7 +383,7 @@ REFUSED = {
     "control variates": (
         ["classifier"],
         {"local_rule": "scaffold", "clip_norm": 0.0, "momentum": 0.0},
-        r"local_rule=scaffold shares tensors of every",
+        r"local_rule=scaffold sends tensors for every",
     ),
     "nothing to change": (["*"], {"processors": ["sparsify"]}, r"names every parameter, so that nothing is sent"),
 }
@@ -399,5 +399,5 @@ def test_what_makes_no_sense_is_refused_in_one_line(case: str, make_config: Make
 
 def test_batch_norms_whose_statistics_nobody_estimates_are_refused(make_config: Make) -> None:
     space = SpaceConfig("cnn_width", input_shape=[1, 8, 8], stage_widths=[8], widths=[1.0])
-    with pytest.raises(ValueError, match=r"^space.norm=static: no training moves .* use space.norm=batch or group$"):
+    with pytest.raises(ValueError, match=r"^space.norm=static: no training updates .* use space.norm=batch or group$"):
         build_stages(build_world(make_config(personal("classifier"), space=space)))

@@ -347,12 +347,12 @@ def refused(train: TrainingConfig) -> None:
         ),
         (
             {"weighting": "plain", "selection": "oort"},
-            "method.train.selection=oort: no client's probability is known; use uniform, poisson, all",
+            "method.train.selection=oort: selection probabilities are unknown; use uniform, poisson or all",
         ),
         (
             {"weighting": "plain", "min_contributors": 2},
-            "method.train.min_contributors=2: to look at who covers a scalar would tell who took part; use 1 "
-            "(method.train.privacy.least_coverage leaves out what few are expected to hold)",
+            "method.train.min_contributors=2: counting a scalar's contributors would reveal who took part; use 1 "
+            "(method.train.privacy.least_coverage withholds what few are expected to hold)",
         ),
     ],
 )
@@ -370,7 +370,7 @@ def test_further_mistakes_are_refused(tiny_config: Make) -> None:
         refused(pld)
     for devices in (DevicesConfig(availability=0.5), DevicesConfig(availability_table="generated")):
         away = replace(private(tiny_config, 1.0, 1.0), devices=devices)
-        with pytest.raises(ValueError, match="with devices that may be away no client's probability is known"):
+        with pytest.raises(ValueError, match="selection probabilities are unknown for devices that may be away"):
             build_stages(build_world(away))
 
 

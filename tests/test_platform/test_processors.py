@@ -147,11 +147,11 @@ def test_a_selection_rule_changes_the_share_that_a_method_sends() -> None:
         ({"processors": ["sparsify"], "options": {"share": 0.0}}, "method.train.options.share=0"),
         (
             {"processors": ["sparsify"], "local_rule": "scaffold", "momentum": 0.0},
-            "method.train.local_rule=scaffold keeps whole changes",
+            "method.train.local_rule=scaffold needs whole changes",
         ),
         (
             {"processors": ["sparsify"], "privacy": PrivacyConfig(secure=True)},
-            "method.train.privacy.secure=true: behind masks all is sent in fixed point",
+            "method.train.privacy.secure=true: masked updates are residues in fixed point",
         ),
     ],
 )

@@ -275,8 +275,8 @@ def test_a_name_of_another_run_is_refused_before_anything_is_written(tiny_config
     config = replace(tiny_config(), name="baseline", dry_run=True)
     first = run_to_end(config, make_serial, Watcher())
     again = run_to_end(config, make_serial, Watcher())
-    advice = "only other seeds of its setting may have it, too: choose another, or tags=[baseline]"
-    assert again == RunEnd("", "refused", f"name=baseline is that of run {first.run_id}, and {advice}")
+    advice = "only runs of its setting with other seeds may share it: choose another, or tags=[baseline]"
+    assert again == RunEnd("", "refused", f"name=baseline is that of run {first.run_id}; {advice}")
     assert len(list_runs(Path(config.results))) == 1
     second = run_to_end(replace(config, seed=2), make_serial, Watcher())
     assert second.kind == "done", "reports call the setting so"

@@ -167,7 +167,7 @@ def test_changes_that_do_not_fit_are_refused() -> None:
     held: dict[int, Region] = dict.fromkeys(range(4), ((0, 12), (0, 9)))
     old = torch.zeros(SHAPE)
     huge = Update({"w": torch.full(SHAPE, 9000.0)}, {"w": Slice("w", held[0])}, {"w": 1.0})
-    with pytest.raises(OverflowError, match="does not fit 32 bits: clip, weigh by plain, or use fewer"):
+    with pytest.raises(OverflowError, match="does not fit 32 bits: clip, use weighting=plain, or fewer"):
         round_of(held).masked(0, huge, {"w": old})
 
 
@@ -236,8 +236,8 @@ def test_a_round_survives_dropouts_and_is_lost_without_enough(tiny_config: Make,
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        ({"local_rule": "scaffold", "momentum": 0.0}, "hides the changes of parameters alone"),
-        ({"weighting": "fedavg_whole"}, "hides the changes of parameters alone"),
+        ({"local_rule": "scaffold", "momentum": 0.0}, "hides only parameter changes"),
+        ({"weighting": "fedavg_whole"}, "hides only parameter changes"),
         ({"clients_per_round": 1}, "the sum of one client is its update; raise clients_per_round"),
     ],
 )

@@ -289,14 +289,14 @@ def test_a_whole_run_measures_the_architectures_that_its_silos_found(make_config
 def test_gains_that_cannot_be_are_refused_in_one_line(make_config: Make, refused: Callable[[RunConfig], str]) -> None:
     assert refused(make_config(GainConfig(start="mine"))) == "method.gains.start=mine: must be one of shared, own"
     assert refused(make_config(GainConfig(clients=4))) == (
-        "method.gains.clients=4: must be between 2 and the 3 silos there are"
+        "method.gains.clients=4: must be between 2 and 3, the number of silos"
     )
     for clients in (0, 1):
         assert refused(make_config(GainConfig(clients=clients))) == (
             f"method.gains.clients={clients}: must be at least 2, or null"
         )
     assert refused(make_config(GainConfig(tune_own=False))) == (
-        "method.gains.tune_own=false compares with the silos' final models, which the others have to start from: set "
+        "method.gains.tune_own=false compares with the silos' final models, so training must start from them: set "
         "method.gains.start=own"
     )
     assert refused(make_config(GainConfig(epoch="x"))) == (

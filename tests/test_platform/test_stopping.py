@@ -248,7 +248,7 @@ def test_silos_that_train_on_their_validation_data_cannot_be_judged(
         "the stage (stop.*); set it to false"
     )
     assert refused(elastic_config(train={"evaluate": []}, stop=stop)) == (
-        "method.train.evaluate: nothing is scored on validation data, so that stop.* cannot end the stage; name some"
+        "method.train.evaluate: no scores on validation data, so stop.* cannot end the stage; name what to score"
     )
 
 

@@ -139,19 +139,19 @@ def test_labels_are_those_of_the_task_that_is_trained_or_scored(tiny_config: Mak
         ),
         (
             {"tiers": {"tasks": ["pairs", "pairs"]}},
-            "space.heads=[5, 10]: the tasks are pairs of 5 classes; set space.heads=[5]",
+            "space.heads=[5, 10]: tasks have 5 (pairs) classes; set space.heads=[5]",
         ),
         (
             {"tiers": {"tasks": None}},
-            "space.heads=[5, 10] are the classes of several tasks: give each tier's in tiers.tasks",
+            "space.heads=[5, 10] is for several tasks: give each tier's task in tiers.tasks",
         ),
         (
             {"space": {"heads": [10, 5]}},
-            "space.heads=[10, 5]: the tasks are pairs of 5, all of 10 classes; set space.heads=[5, 10]",
+            "space.heads=[10, 5]: tasks have 5 (pairs), 10 (all) classes; set space.heads=[5, 10]",
         ),
         (
             {"space": {"heads": None}},
-            "space.heads=null: the tasks are pairs of 5, all of 10 classes; set space.heads=[5, 10]",
+            "space.heads=null: tasks have 5 (pairs), 10 (all) classes; set space.heads=[5, 10]",
         ),
         ({"space": {"heads": [5, 1]}}, "heads=[5, 1]: give the classes of every task, each at least 2"),
         (
@@ -160,11 +160,11 @@ def test_labels_are_those_of_the_task_that_is_trained_or_scored(tiny_config: Mak
         ),
         (
             {"data": {"label_sets": {"pairs": [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]}}},
-            "data.label_sets.pairs names the coarser classes [0, 2, 3, 4, 5]: number two or more 0, 1, ...",
+            "data.label_sets.pairs has the coarser classes [0, 2, 3, 4, 5]: give two or more, numbered 0, 1, ...",
         ),
         (
             {"data": {"label_sets": {"all": PAIRS}}},
-            "data.label_sets.all: digits has label sets of the names all; choose another",
+            "data.label_sets.all: digits already has label sets named all; choose another",
         ),
     ],
 )
@@ -224,4 +224,4 @@ def test_label_sets_are_checked_without_tasks(tiny_config: Make, refused: Callab
     said = refused(replace(config, data=replace(config.data, label_sets={"odd": [1, 2]})))
     assert said == "data.label_sets.odd has 2 values: give the coarser class of each of the 10 classes"
     said = refused(replace(config, data=replace(config.data, label_sets={"one": [0] * 10})))
-    assert said == "data.label_sets.one names the coarser classes [0]: number two or more 0, 1, ..."
+    assert said == "data.label_sets.one has the coarser classes [0]: give two or more, numbered 0, 1, ..."

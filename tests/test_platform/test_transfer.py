@@ -151,11 +151,11 @@ def test_a_step_of_the_head_by_hand(transfer: Make) -> None:
         ),
         (
             {"architecture": "0-1-3"},
-            "method.architecture=0-1-3: model fedavg of run .* is 0-1-2; only supernets",
+            "method.architecture=0-1-3: model fedavg of run .* has architecture 0-1-2; only supernets",
         ),
         ({"head": replace(TRAIN, privacy=PrivacyConfig(clip=1.0))}, "method.head.privacy.clip: noise would be added"),
         ({"tier": 3}, "method.tier=3: there are 2 tiers"),
-        ({"from_scratch": True}, "method.head.rounds=2: from scratch nothing stays fixed .*; give 0"),
+        ({"from_scratch": True}, "method.head.rounds=2: from scratch there are no trained tensors .*; give 0"),
         ({"head": replace(TRAIN, server="fedadam")}, "method.head trains a part of the network: use local_rule=sgd"),
     ],
 )

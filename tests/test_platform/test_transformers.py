@@ -200,9 +200,9 @@ def test_every_method_trains_them(method: str, tmp_path: Path, run_in_memory: An
         (replace(VIT, embedding_size=9), "space.embedding_size=9 is not divisible by space.attention_heads=2: give a"),
         (
             replace(VIT, patch_size=3),
-            r"space.patch_size=3 cuts no images .* of space.input_shape=\[1, 8, 8\] into",
+            r"space.patch_size=3 cannot cut images .* of space.input_shape=\[1, 8, 8\] into",
         ),
-        (replace(GPT, patch_size=2), r"space.patch_size=2 cuts no images .* of space.input_shape=\[6\]"),
+        (replace(GPT, patch_size=2), r"space.patch_size=2 cannot cut images .* of space.input_shape=\[6\]"),
         (replace(GPT, input_shape=[1, 8, 8]), r"space.input_shape=\[1, 8, 8\]: gpt_elastic takes tokens, of the shape"),
         (replace(VIT, head_shares=[1.0, 0.5]), r"space.head_shares=\[1.0, 0.5\]: give shares in ascending order"),
         (replace(VIT, expansions=[0.5]), r"space.expansions=\[0.5\]: .* the last one 1.0"),

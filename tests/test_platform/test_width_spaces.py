@@ -221,7 +221,7 @@ def test_layers_that_cannot_be_narrower_are_named(own_network: ModuleType) -> No
         nn.Conv2d(1, 8, 1), nn.Conv2d(8, 8, 1, groups=2), nn.Flatten(), nn.Linear(512, 10)
     )
     own_network.number = lambda _s, _c: 3  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="1 is a convolution of 2 groups: only 1, or one per channel"):
+    with pytest.raises(ValueError, match="1 is a convolution of 2 groups: use 1, or one per channel"):
         own([0.5, 1.0], "own_network:grouped").build_subnet((0,))
     with pytest.raises(ValueError, match="no convolution, linear or recurrent layer"):
         own([0.5, 1.0], "own_network:lstm").build_subnet((0,))
@@ -260,7 +260,7 @@ def test_networks_whose_channels_have_no_order_are_refused(own_network: ModuleTy
             return y
 
     own_network.twice = lambda _s, _c: Twice()  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="channels of several layers side by side"):
+    with pytest.raises(ValueError, match="a layer concatenates channels of several layers"):
         own([0.5, 1.0], "own_network:joined")
     with pytest.raises(ValueError, match="uses a layer twice"):
         own([0.5, 1.0], "own_network:twice")

@@ -97,7 +97,7 @@ def test_rows_of_absent_classes_are_sent_and_left_out_of_the_mean(width_config: 
 
 def test_masked_rows_do_not_go_with_privacy(width_config: Make, refused: Callable[[RunConfig], str]) -> None:
     config = width_config(HeteroFLConfig, train={"privacy": PrivacyConfig(clip=1.0, noise=1.0)}, space={"norm": "none"})
-    message = "tells which classes a client has: set objective.options.in_mean=false"
+    message = "reveal which classes a client has: set objective.options.in_mean=false"
     assert message in refused(replace(config, objective=ObjectiveConfig("masked_classes")))
 
 
@@ -347,7 +347,7 @@ def test_networks_without_statistics_have_no_such_rounds(width_config: Make, run
 
 def test_other_spaces_and_poor_tiers_are_refused(width_config: Make, tiny_config: Make) -> None:
     world = build_world(tiny_config())
-    with pytest.raises(ValueError, match="fjord cannot use space cnn_digits, whose subnets are no widths"):
+    with pytest.raises(ValueError, match="fjord cannot use space cnn_digits, whose subnets are not widths"):
         check_space(FjordConfig(), world.space)
     world = build_world(width_config(HeteroFLConfig))
     poor = replace(world, tiers=tuple(replace(t, lower=t.lower / 4, upper=t.upper / 4) for t in world.tiers))
@@ -359,7 +359,7 @@ def test_other_spaces_and_poor_tiers_are_refused(width_config: Make, tiny_config
     "train", [{"server": "fedadam"}, {"local_rule": "scaffold", "momentum": 0.0}, {"processors": ["top_k"]}]
 )
 def test_rules_that_keep_tensors_by_channel_do_not_roll(width_config: Make, train: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"fedrolex rolls the channels after every round, and what (rules keep|top_k)"):
+    with pytest.raises(ValueError, match=r"fedrolex rolls the channels after every round, so what (rules keep|top_k)"):
         build_stages(build_world(width_config(FedRolexConfig, train)))
 
 
@@ -373,6 +373,6 @@ def test_kl_is_torchs() -> None:
 
 def test_batch_norms_that_clients_measure_are_not_private(width_config: Make) -> None:
     train = {"privacy": PrivacyConfig(clip=1.0, noise=1.0)}
-    with pytest.raises(ValueError, match="heterofl's clients measure batch norms in the end without noise"):
+    with pytest.raises(ValueError, match="heterofl's clients measure batch norms without noise at the end"):
         build_stages(build_world(width_config(HeteroFLConfig, train)))
     build_stages(build_world(width_config(HeteroFLConfig, train, space={"norm": "none"})))

@@ -167,7 +167,7 @@ def test_sparse_clients_learn_and_the_model_is_as_sparse_as_they_compute(tiny_co
 @pytest.mark.parametrize("rule", ["scaffold", "feddyn"])
 def test_rules_that_need_whole_changes_are_refused(tiny_config: Make, rule: str) -> None:
     train = TrainingConfig(local_rule=rule, server="feddyn" if rule == "feddyn" else "replace", momentum=0.0)
-    said = f"method.train.local_rule={rule} keeps whole changes, and zerofl's clients send parts of theirs: use sgd or "
+    said = f"method.train.local_rule={rule} needs whole changes, but zerofl's clients send only parts: use sgd or "
     with pytest.raises(ValueError, match=f"^{said}fedprox$"):
         build_stages(build_world(tiny_config(method=ZeroFLConfig(train=train))))
 

@@ -72,7 +72,7 @@ ELASTIC_CASES = {
     ),
     "budgets that nobody looks at": (
         ["method.train.distribution.tier_aware=true", "method.train.travels=supernet"],
-        r"tier_aware=true: where all clients get the same model no budget is looked at",
+        r"tier_aware=true: budgets are ignored where all clients get the same model",
     ),
     "tier below the smallest subnet": (
         ["tiers.upper_bounds=[500000,7000000]"],
