@@ -113,7 +113,7 @@ def whose_keys(words: Sequence[str], settings: Sequence[Setting]) -> str:
         return ""
     again = " ".join(["fedloom keys", *words])
     return (
-        f"method.* are those of {DEFAULT_METHOD}, the default method; another's: {again} method=fedavg\n"
+        f"method.* are those of {DEFAULT_METHOD}, the default method; for another: {again} method=fedavg\n"
         f"with a preset's values: {again} {PRESET}fedavg_digits; all methods: fedloom plugins method"
     )
 
@@ -181,7 +181,9 @@ def known_code(words: Sequence[str]) -> list[PluginPoint]:
     for word in words:
         if not any(point.has(word) for point in points):
             kinds = [point.kind for point in points]
-            raise ValueError(f"nothing is chosen by {word!r}{nearest(word, kinds)}; there are {', '.join(kinds)}")
+            raise ValueError(
+                f"no kind, key or name contains {word!r}{nearest(word, kinds)}; the kinds are {', '.join(kinds)}"
+            )
     return [point for point in points if not words or any(point.has(word) for word in words)]
 
 
@@ -220,7 +222,7 @@ def show_code(points: Sequence[PluginPoint], *, as_json: bool) -> None:
     screen = console()
     for point in points:
         screen.print(f"{point.kind}: {', '.join(f'{key}=NAME' for key in point.keys)}", style="bold", markup=False)
-        _below(screen, f"module:name of your own is {point.form}")
+        _below(screen, f"your own code (module:name): {point.form}")
         for code in point.built_in:
             screen.print(f"  {code.name:<22} {code.text}", markup=False)
             for option in code.options:

@@ -343,7 +343,7 @@ def _written(args: argparse.Namespace, write: Callable[[], Any]) -> Any:
 
     files = write()
     if args.follow and files.is_live and not args.json:
-        sys.stdout.write(f"{files.html}: to be opened in a browser; written anew every {REFRESH_S} s until the end\n")
+        sys.stdout.write(f"{files.html}: open it in a browser; it is rewritten every {REFRESH_S} s until the end\n")
         sys.stdout.flush()
     while args.follow and files.is_live:
         time.sleep(REFRESH_S)
@@ -433,7 +433,7 @@ def _status(args: argparse.Namespace) -> int:
     from fedloom.experiments.status import clean_leftovers, hint_at_leftovers, show_status
 
     if args.clean and (args.runs or args.all):
-        raise ValueError("--clean ends what any dead run left behind on this machine: give it no RUN and no --all")
+        raise ValueError("--clean ends the processes of all dead runs on this machine: give it without RUN and --all")
     if args.clean:
         clean_leftovers(as_json=args.json)
         return OK

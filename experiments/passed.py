@@ -245,10 +245,7 @@ def _importable(key: str, code: Any) -> str:
         where = "a notebook's cell" if "IPython" in sys.modules else "the program itself"
         problem = f"{key}: {name} is defined in {where}, where no other process can import it: write it {INTO_A_FILE}"
     else:
-        problem = (
-            f"{key}: this {name} is not what {module}:{name} is now, as after importlib.reload: import it from there "
-            "again"
-        )
+        problem = f"{key}: {module}:{name} is no longer this {name}, as after importlib.reload: import it again"
     raise ValueError(problem)
 
 
@@ -257,8 +254,8 @@ def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
     cls = type(value)
     if cls.__module__ == "builtins" or isinstance(value, Tensor | list | tuple | dict | set):
         raise ValueError(
-            f"{key}={shown(value, repr)}: give a number, text, True, False or None, a list or dictionary of these, or "
-            "where a name is taken code, a network or a data set of one's own"
+            f"{key}={shown(value, repr)}: give a number, text, True, False or None, a list or dictionary of these, or, "
+            "for keys that take a name, code, a network or a data set of one's own"
         )
     path, names = _importable(key, cls), keyword_options(cls)
     attributes = getattr(value, "__dict__", {})
@@ -269,8 +266,8 @@ def _remade(key: str, value: Any) -> tuple[str, dict[str, Any]]:
         is_whole = False
     if not is_whole:
         raise ValueError(
-            f"{key}={shown(value, repr)}: {cls.__name__} and its options do not tell all that this object holds: pass "
-            f"the class, and the options by {_options(key)}"
+            f"{key}={shown(value, repr)}: {cls.__name__} and its options cannot rebuild this object: pass the class, "
+            f"and the options by {_options(key)}"
         )
     return path, options
 
@@ -282,7 +279,7 @@ def _arrays(key: str, value: Any) -> dict[str, AnyArray] | None:
     """The arrays of a data set, or of a pair for training and testing, by name in the file; None for other values."""
     if isinstance(value, Arrays):
         if (value.scale, value.mean, value.std) != (None, None, None):
-            raise ValueError(f"{key}: Arrays with scale, mean or std come from a function of one's own: pass that")
+            raise ValueError(f"{key}: Arrays with scale, mean or std cannot be passed: pass a function that makes them")
         parts = {"train": value.train, **({} if value.test is None else {"test": value.test})}
         names = value.class_names
     else:

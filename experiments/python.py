@@ -178,7 +178,7 @@ def _definition(
         raise ValueError('give what is varied: over={"data.alpha": [0.1, 1.0]}, or ablation="alpha"')
     axes = dict(_axis(names, key, values) for key, values in (over or {}).items())
     if len(axes) < len(over or {}):
-        raise ValueError(f"over={[*(over or {})]}: two of these keys end alike: vary them as settings by name")
+        raise ValueError(f"over={[*(over or {})]}: two of these keys have the same ending: vary named settings")
     axes |= (ablation or {}).get("axes", {})
     values = {**(ablation or {}), "axes": axes, **({} if seeds is None else {"seeds": list(seeds)})}
     definition: AblationConfig = validated(AblationConfig, values, PREFIX)
@@ -194,7 +194,7 @@ def _axis(names: Names, key: str, values: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(values, Mapping) and all(isinstance(changes, Mapping) for changes in values.values()):
         return name, {"settings": {label: names.of("", c) if c else {} for label, c in values.items()}}
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise ValueError(f"over={{{key!r}: {values!r}}}: give a list of values, or settings by name, as dictionaries")
+        raise ValueError(f"over={{{key!r}: {values!r}}}: give a list of values, or a dictionary of named settings")
     values = _plain([*values])
     if is_plain(values):
         return name, {"key": key, "values": values}
@@ -469,7 +469,7 @@ class StartedRun(Run):
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"run {self.id} goes on after {timeout_s:g} s") from error
+            raise TimeoutError(f"run {self.id} is still running after {timeout_s:g} s") from error
         self._reader.join(END_S)
         if code not in (OK, INTERRUPTED):
             raise _error(code, _complaint([*self._lines]))

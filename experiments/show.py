@@ -64,7 +64,7 @@ class RunView:
         if self._progress is not None:
             self._progress.doing("the first round")
         if supernet_of:
-            self.console.print(f"begins with the supernet of run {supernet_of}: the same configuration up to there")
+            self.console.print(f"reuses the supernet of run {supernet_of}: its configuration is the same up to there")
 
     def round(self, progress: "RoundProgress") -> None:
         """Shows loss, metric, bytes, and the time left."""

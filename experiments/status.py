@@ -213,7 +213,7 @@ def _ablation_table(results: Path, ablation: Ablation) -> Group:
         table.add_row(f"{s.trial.index:04}", s.trial.label(), s.state, stage, at, shortened(s.message, LONGEST_MESSAGE))
     state = _state_of(_driver_status(results, ablation.ablation_id))
     line = f"ablation {ablation.ablation_id} {state}: {counted(states)}"
-    return Group(line, table, f"a trial's run is {ablation.ablation_id}-TRIAL")
+    return Group(line, table, f"a trial's run id is {ablation.ablation_id}-TRIAL")
 
 
 def _ablation_as_dict(results: Path, ablation: Ablation) -> dict[str, Any]:
@@ -250,4 +250,4 @@ def hint_at_leftovers() -> None:
     left = [process for record in left_over(records_folder()) for process in record.processes]
     if left:
         number = "1 process" if len(left) == 1 else f"{len(left)} processes"
-        sys.stderr.write(f"fedloom: left on this machine by dead runs: {number}; fedloom status --clean ends them\n")
+        sys.stderr.write(f"fedloom: dead runs left {number} on this machine; fedloom status --clean ends them\n")

@@ -128,7 +128,7 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
             "results=s3://bucket/results"
         )
     if config.ray.address != "auto":
-        raise ValueError(f"ray.address={config.ray.address}: a job runs on the cluster that has it; leave this out")
+        raise ValueError(f"ray.address={config.ray.address}: a job runs on the cluster of --address; leave this out")
     shipment = plan_shipment(include)
     table, targets = config.tiers.device_table, {str(file.target) for file in shipment.files}
     if table is not None and table not in (GENERATED, *targets) and not Path(table).is_absolute():
@@ -164,7 +164,7 @@ def check_address(address: str) -> str:
     """Returns the URL of a dashboard without a trailing slash; raises ValueError for any other text."""
     parts = urlsplit(address)
     if "@" in parts.netloc:
-        raise ValueError("--address holds a user or password: give http://HOST:8265, and the token as Ray takes it")
+        raise ValueError("--address holds a user or password: give http://HOST:8265, and the token in RAY_AUTH_TOKEN")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"--address {address}: give the URL of the cluster's dashboard, such as http://HOST:8265")
     return address.rstrip("/")

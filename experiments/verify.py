@@ -96,7 +96,7 @@ def _names(paths: RunPaths) -> list[str]:
         return []
     return [
         f"{paths.artifacts / NAMES} says {_as_overrides(in_file)}, the run's row {_as_overrides(in_row)}: `fedloom "
-        f"resume {paths.run_id}` with the name and tags that are meant sets both"
+        f"resume {paths.run_id}` with the right name and tags corrects both"
     ]
 
 

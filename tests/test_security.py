@@ -219,7 +219,7 @@ def test_what_is_stored_is_never_resolved(
         lambda: compose_config([*TINY, r"objective.options.x='\${oc.env:SECRET}'"]),  # could not be resumed
     ]
     for use in uses:
-        with pytest.raises(ValueError, match=r"'\$\{oc.env:SECRET\}' is no value that can be stored") as refused:
+        with pytest.raises(ValueError, match=r"'\$\{oc.env:SECRET\}' cannot be stored: ") as refused:
             use()
         assert SECRET not in str(refused.value)
     assert not [f for f in beside.rglob("*") if f.is_file() and SECRET.encode() in f.read_bytes()]
@@ -238,7 +238,7 @@ def test_addresses_and_folders_are_this_machines_and_those_stored_are_said(
     assert change_stored(config, ["ray.address=local", "data.cache=here"]).ray.address == "local"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"run {RUN} was made with data.cache=/")
-    assert " ray.address=10.9.8.7:6379: if you want that here, give it again: resume takes the key" in line
+    assert " ray.address=10.9.8.7:6379, not used here: to use it, give it again (resume: the key; " in line
     assert verified(paths).run_id == RUN
     assert not (beside / "cache").exists()
 

@@ -123,8 +123,8 @@ def known_points(root: Path, ablation: Ablation) -> list[Known]:
         lacking = next((trial for trial, value in zip(done, values, strict=True) if value != value), None)
         if lacking is not None:
             raise ValueError(
-                f"run {lacking.run_id} has no validation accuracy, by which a Bayesian search compares: its method "
-                "does not score its final models on validation data, take ablation.search.kind=random"
+                f"run {lacking.run_id} has no validation accuracy, which a Bayesian search compares: its method does "
+                "not score its final models on validation data; use ablation.search.kind=random"
             )
         objective = sum(values) / len(values) if ends == {"done"} else None
         points.append(Known(trials[0].setting, objective, STOPPED in ends))

@@ -32,7 +32,7 @@ from fedloom.platform.words import shown
 PREFIX = "ablation."
 NOT_AXES = {
     "seed": "an ablation has several seeds; give ablation.seeds=[1,2]",
-    "name": "its trials are known by their ids; give tags=[WORD], or nothing",
+    "name": "the trials of an ablation are named by their ids; use tags=[WORD] instead",
     "results": "all trials of an ablation lie in one results folder; give results=FOLDER",
 }
 """Configuration keys that no axis may vary, and the advice for each."""
@@ -197,7 +197,7 @@ def _check_axis(name: str, axis: AxisConfig, search: str) -> None:
     texts = [json.dumps(value, default=str) for value in axis.values]
     twice = [text for i, text in enumerate(texts) if text in texts[:i]]
     if twice:
-        raise ValueError(f"ablation.axes.{name}.values: {twice[0]} is there twice, more runs of it need more seeds")
+        raise ValueError(f"ablation.axes.{name}.values: {twice[0]} is there twice: for more runs of it use more seeds")
 
 
 def _first_line(error: BaseException) -> str:

@@ -192,7 +192,7 @@ class RunningAblation:
             self._ownership.ask()
             mirror_folder(self.place.results, f"{FOLDER}/{self.ablation.ablation_id}")
         except (OSError, ValueError, OwnershipLostError) as error:
-            logger.warning("what the ablation knows of its trials was not sent: %s", error)
+            logger.warning("the ablation's status and the ends of its trials were not sent: %s", error)
 
 
 class TrialEvents:
@@ -221,7 +221,7 @@ class TrialEvents:
         try:
             self.ablation.ended(index, end)
         except (OSError, ValueError) as error:
-            logger.warning("the end of trial %d (%s) could not be written down: %s", index, end.kind, error)
+            logger.warning("the end of trial %d (%s) could not be recorded: %s", index, end.kind, error)
         while_read(self.view.ended, index, end)
 
     def waiting(self, message: str) -> None:

@@ -45,7 +45,7 @@ def ablation_frame(tables: Tables, ablation: Ablation, *, each: str = "model") -
     frame = measured_by(each)[1](tables)
     taken = sorted({*frame.columns, *_OWN} & set(ablation.axes))
     if taken:
-        raise ValueError(f"the axis {taken[0]!r} is called like a column of the frame: give it another name")
+        raise ValueError(f"the axis {taken[0]!r} has the name of a column of the frame: rename it")
     trials = {trial.run_id: trial for trial in ablation.trials}
     frame = frame[frame["run_id"].isin(list(trials))]
     trial_columns = _places([trials[str(run_id)] for run_id in frame["run_id"]], ablation)

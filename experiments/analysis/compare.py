@@ -123,8 +123,8 @@ def compare(
     groups = _groups(runs)
     if all(len({run.value for run in group}) == 1 for _, group in groups):
         raise ValueError(
-            f"runs that differ in {by} differ in other keys, too: {_some(differing([run.rest for run in runs]))}; name "
-            "in ignore= those that belong to it, or compare by='experiment'"
+            f"runs that differ in {by} also differ in {_some(differing([run.rest for run in runs]))}: name those that "
+            "belong to it in ignore=, or compare by='experiment'"
         )
     frame = (measured(tables) if over == SEEDS else unit_values(tables, metric, over, each)).dropna(subset=[metric])
     if frame.empty:
@@ -145,7 +145,7 @@ def compare(
             )
         ]
     if over != SEEDS and not any(row["value"] != first for row in compared_rows):
-        raise ValueError(f"over={over!r}: no run of another {by} than {first} has all seeds equal to one of {first}'s")
+        raise ValueError(f"over={over!r}: no run with another {by} than {first} has the same seeds as one of {first}'s")
     columns = ["within", *MODEL_KEY, "value", "n", "mean", "half_width", "values", "baseline"]
     columns += ["differs_in", "test", "over", "compared"]
     numbers = ["difference", "difference_low", "difference_high", "p_value"]
@@ -197,8 +197,8 @@ def _one_setting_each(runs: list[Run], by: str) -> list[Run]:
         keys = differing([run.rest, rests[run.value]])
         if keys:
             raise ValueError(
-                f"the runs of {by} {run.value!r} differ in {_some(keys)}: load some of them, compare by it, "
-                "or name it in ignore="
+                f"the runs of {by} {run.value!r} differ in {_some(keys)}: load only some of them, compare by a "
+                "key in which they differ, or name it in ignore="
             )
     return [Run(run.run_id, run.value, {}, {**run.rest, **run.beside}) for run in runs]
 
@@ -382,7 +382,7 @@ def unit_values(tables: Tables, metric: str, over: str, each: str) -> pd.DataFra
         final = {run_id: final_model(of_run) for run_id, of_run in rows.groupby("run_id")}
         rows = rows[rows["model"] == rows["run_id"].map(final)]
         if rows.groupby("run_id")["tier"].nunique().max() > 1:
-            raise ValueError("runs with a model per tier have no single one to test over samples: use each='model'")
+            raise ValueError("runs with a model per tier have no single model to test over samples: use each='model'")
         rows = rows.assign(model=FINAL, tier=ALL_TIERS)
     return rows
 

@@ -40,7 +40,7 @@ def first_reached(tables: Tables, target: float, metric: str = METRIC) -> pd.Dat
     accuracy and loss.
     """
     if metric not in TARGET_METRICS:
-        raise ValueError(f"there is no target of {metric!r}: there are {', '.join(TARGET_METRICS)}")
+        raise ValueError(f"there are no targets for {metric!r}: give one of {', '.join(TARGET_METRICS)}")
     scores = _scores(tables, metric)
     scores = scores.assign(reached=scores["score"].map(lambda value: reaches(metric, value, target)).astype(bool))
     stages = scores.groupby([*RUN_KEY, "stage", "kind", "tier"], sort=False)

@@ -154,8 +154,8 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
     data = worker.in_task(worker.central_data("validation"), chosen.architecture)
     if len(data) < 2:
         raise ValueError(
-            f"an export is checked on validation data, of which this run has {len(data)} samples: it needs a run "
-            "with a larger data.validation_share"
+            f"this run has {len(data)} samples of validation data, too few to check an export: export a run with a "
+            "larger data.validation_share"
         )
     sample = data.tensors(slice(2))[0]
     encoded = encode(module, sample, formats)

@@ -111,7 +111,7 @@ def _program(module: nn.Module, inputs: tuple[Tensor, ...], by_name: dict[str, T
     except RuntimeError as error:  # the base class of torch's tracing errors
         first = str(error).strip().partition("\n")[0]
         if "Constraints violated (batch)" in first:
-            first = "the number of samples is a constant in it, as after len(x): write x.shape[0]"
+            first = "it fixes the batch size, as len(x) does: write x.shape[0]"
         raise ValueError(f"torch.export cannot trace this network: {first}; export --formats safetensors") from error
     for node in program.graph.nodes:
         # Stack traces contain local paths, so that files of the same model would differ between machines.

@@ -128,7 +128,7 @@ def _of_tier(paths: RunPaths, world: World, tier: str) -> Chosen:
         raise ValueError(_nothing_yet(paths))
     if len(of_tier) > 1:
         models = ", ".join(name.removeprefix(f"{tier}-") for name in of_tier)
-        raise ValueError(f"run {paths.run_id} keeps several models of {tier}: choose by --model one of {models}")
+        raise ValueError(f"run {paths.run_id} keeps several models of {tier}: choose one by --model: {models}")
     if not of_tier:
         raise ValueError(f"run {paths.run_id} keeps no model of {tier}; its models: {', '.join(known)}")
     return _kept(paths, world, of_tier[0])
@@ -142,7 +142,7 @@ def _only(paths: RunPaths, world: World) -> Chosen:
             f"--model {SUPERNET}"
         )
     if len(known) > 1:
-        raise ValueError(f"run {paths.run_id} keeps several models: choose by --model one of {', '.join(known)}")
+        raise ValueError(f"run {paths.run_id} keeps several models: choose one by --model: {', '.join(known)}")
     return _kept(paths, world, known[0] if known else "")
 
 

@@ -159,7 +159,7 @@ def trials_block(ablation: Ablation, states: Sequence[TrialState], tables: Table
         setting = (short(s.trial.setting[axis]) for axis in ablation.axes)
         done = str(rounds.get(s.trial.run_id, 0))
         rows.append((str(s.trial.index), *setting, str(s.trial.seed), s.state, s.trial.run_id, message, done))
-    text = ("Every trial is a run of its own. Rounds are those of all stages that are in the tables so far.",)
+    text = ("Every trial is one run. The column of rounds counts the rounds of all stages recorded so far.",)
     heads = ("trial", *ablation.axes, "seed", "state", "run", "message", "rounds")
     return Block("Trials", text, heads, tuple(rows), labels=len(heads) - 1)
 
@@ -200,11 +200,11 @@ def points_block(study: Study, *, wide: bool) -> Block:
     if rows:
         same = [(name, str(points[name].iloc[0])) for name in ("model", "tier") if points[name].nunique() == 1]
         costs = (
-            " Bytes and simulated time are those of everything that the method did, including the training of a "
-            "supernet that the trial shared with others."
+            " Bytes and simulated time cover all stages of the method, including the training of a supernet that the "
+            "trial shared with others."
         )
         text = [
-            f"Test accuracy in %; MACs of one forward pass; n seeds. {INTERVALS}{costs if wide else ''}",
+            f"Test accuracy in %; MACs of one forward pass; n: number of seeds. {INTERVALS}{costs if wide else ''}",
             *([f"All rows: {', '.join(f'{name} {model_name(value)}' for name, value in same)}."] if same else []),
         ]
     else:
@@ -243,10 +243,11 @@ def axis_block(study: Study, axis: str) -> Block:
             )
         )
     text = (
-        "Differences of test accuracy in percentage points. A pair is two runs of one seed that differ in this axis "
-        "alone. Of n pairs a seed counts once, with the mean of its own: mean difference, 95 % interval and "
-        "two-sided p of the paired t test over seeds, not corrected for the number of rows. One or two seeds show "
-        "their differences; they, and seeds that lack pairs which others have, give neither interval nor p.",
+        "Differences of test accuracy in percentage points. A pair is two runs with the same seed that differ only in "
+        "this axis; n is the number of pairs. A seed counts once, with the mean of its pairs. Shown are the mean "
+        "difference, its 95 % interval and the two-sided p of the paired t test over seeds, not corrected for the "
+        "number of rows. For one or two seeds, the differences themselves are shown. There is no interval and no p for "
+        "fewer than three seeds, or if a seed lacks pairs that others have.",
     )
     reference = short(references(ablation)[axis]) + ("" if axis in ablation.reference else ", the first value")
     heads = (axis, *(column for column, _ in shown), "n", "seeds", "difference", "95 % interval", "p")
@@ -669,20 +670,20 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
     "stages_by_axis": (
         "From training to the tiers' models",
         "Above: dots are paths of the supernet in training (a step is one client's local training; the line is their "
-        "mean), then the candidates of the search in the order of their scoring (a step is one candidate), all on the "
-        "server's validation data. Below: the test accuracy of each tier; the axis need not begin at 0. "
+        "mean), then the candidates of the search in the order of scoring (a step is one candidate), all scored on the "
+        "server's validation data. Below: the test accuracy of each tier; the y axis need not begin at 0. "
         f"{BARS}",
         stages_figure,
     ),
     "tiers_by_axis": (
         "Test accuracy per tier",
-        f"A bar per value; the axis need not begin at 0. {BARS}",
+        f"A bar per value; the y axis need not begin at 0. {BARS}",
         tiers_figure,
     ),
     "metric_by_axis": (
         "Test accuracy along each axis",
-        "Means over tiers and subnets, a colour per value of the axis that is crossed with it. Lines join numbers; "
-        f"names have no order. The dotted line is the reference. {BARS}",
+        "Means over tiers and subnets, a colour per value of the axis that it is crossed with. Numeric values are "
+        f"joined by lines, names are not. The dotted line marks the reference. {BARS}",
         metric_figure,
     ),
     "metric_by_axes": (
@@ -706,7 +707,7 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
     "convergence": (
         "Convergence",
         "Accuracy on the server's validation data against finished rounds, mean over seeds; bands from the minimum to "
-        "the maximum over seeds. Dashed where a stage is not validated: what its clients report during training.",
+        "the maximum over seeds. Dashed, for stages without validation: what their clients report during training.",
         rounds_figure,
     ),
 }
@@ -714,9 +715,10 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
 
 
 DIFFERENCES = (
-    "Test accuracy less that of the reference, of the final models in pairs of one seed: means over tiers and subnets, "
-    "a colour per value, along the axis that it is crossed with. On the zero line a value makes no difference. Bars "
-    "are 95 % intervals (Student's t) of the paired differences over seeds; of two seeds each difference is a dash."
+    "Test accuracy of the final models minus that of the reference, in pairs of runs with the same seed: means over "
+    "tiers and subnets, a colour per value, along the axis that it is crossed with. On the zero line a value makes no "
+    "difference. Bars are 95 % intervals (Student's t) of the paired differences over seeds; with two seeds, each "
+    "difference is a dash instead."
 )
 
 
@@ -749,11 +751,11 @@ _AXES_SHOWN = {
 def _held_text(ablation: Ablation, shown: int) -> str:
     """A sentence on what a figure of `shown` axes does with the other axes; empty if there are none."""
     if len(ablation.axes) > 1 and not is_grid(ablation):
-        return " The other axes vary with what is shown: the points are those of a search."
+        return " The points are those of a search, so the axes that are not shown vary as well."
     if len(ablation.axes) <= shown:
         return ""
     assumed = [axis for axis in ablation.axes if axis not in ablation.reference]
-    first = f" ({', '.join(assumed)}: the first value, as the experiment's own is not on the axis)"
+    first = f" ({', '.join(assumed)}: the first value, since the experiment's own value is not on the axis)"
     return f" Axes that are not shown are at their references{first if assumed else ''}."
 
 
@@ -821,7 +823,7 @@ def ablation_content(
         runs=(_facts(ablation),),
         missing=(
             *progress_of(states),
-            *(f"There is no figure {name!r}: there are {', '.join(FIGURES)}." for name in unknown),
+            *(f"There is no figure {name!r}; the known ones are {', '.join(FIGURES)}." for name in unknown),
         ),
         blocks=tuple(block for block in blocks if block.rows),
         pictures=chain(history_picture(ablation, tables), ablation_pictures(study)),
@@ -863,7 +865,7 @@ def progress_of(states: Sequence[TrialState]) -> list[str]:
 def _facts(ablation: Ablation) -> RunFacts:
     told = [
         f"{axis}={short(value)}"
-        + ("" if axis in ablation.reference else " (the first value; the experiment's own is not on the axis)")
+        + ("" if axis in ablation.reference else " (the first value, since the experiment's own is not on the axis)")
         for axis, value in references(ablation).items()
     ]
     facts = [

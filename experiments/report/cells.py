@@ -40,9 +40,9 @@ COLOURS = {
 }
 
 CAPTION = (
-    "From left to right the inputs (the outputs of the cell before the last, and of the last), the nodes, and the "
-    "output, which joins all nodes. An edge is labelled with its operator, with several while they are undecided; "
-    "pruned edges are left out. A dashed node has lost all of its edges."
+    "From left to right: the inputs (the outputs of the two preceding cells), the nodes, and the output, which "
+    "concatenates all nodes. An edge is labelled with its operator, or with several while it is undecided; pruned "
+    "edges are left out. A dashed node has lost all of its edges."
 )
 
 

@@ -73,8 +73,8 @@ def _block(frame: pd.DataFrame, settings: Sequence[Setting], what: str, write: W
             values = [mean_over_seeds(group, c, write) for c in ("mean", "std", "worst")]
             rows.append((setting.name, model_name(model), tier, *counts, *values))
     text = (
-        f"{what} of each model on every client's own test data; every client has the same weight. The standard "
-        "deviation is that of the clients (divided by their number). Clients without test samples are left out and "
+        f"{what} of each model on every client's own test data; every client has the same weight. std is the "
+        "population standard deviation over clients (divisor n). Clients without test samples are left out and "
         "counted in a column of their own.",
     )
     heads = (head, "model", "tier", "clients", "left out", "mean", "std", "worst")
@@ -240,8 +240,8 @@ def paragraph_block(tables: Tables, settings: Sequence[Setting]) -> Block:
             written = " ".join(f"[{row['given']}]{row['written']}".split())
             rows.append((setting.name, str(row["tier"]), written, f"{row['loss']:.2f}"))
     text = (
-        "What the models write after the beginning of a test text, in brackets, drawn token by token.",
-        sentence("loss: how surprising what they wrote is to themselves, in nats per token"),
+        "What the models write after the beginning of a test text (in brackets), sampled token by token.",
+        sentence("loss: the model's own mean loss on the tokens that it wrote, in nats per token"),
     )
     heads = ("setting", "tier", "text", "loss")
     return Block("Written by the models", text, heads, tuple(rows[:MOST_PARAGRAPHS]), labels=3)
@@ -278,8 +278,8 @@ def confusion_pictures(confusions: pd.DataFrame, settings: Sequence[Setting]) ->
     figure = confusion_figure(confusions, settings)
     if figure is not None:
         caption = (
-            "Percentage of the whole test set's samples of each class (rows) that the model predicts as each class "
-            "(columns), over all runs."
+            "Percentage of the test samples of each class (rows) that the model predicts as each class (columns), on "
+            "the whole test set and over all runs."
         )
         text = caption_of(settings, caption, panels=PANELS)
         yield Picture("confusion", "Confusion matrix per tier", text, figure)

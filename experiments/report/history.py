@@ -48,7 +48,7 @@ def history_picture(ablation: Ablation, tables: Tables) -> Iterator[Picture]:
     yield Picture(
         "search_history",
         "What the search has reached",
-        f"The objective of each of {len(points)} finished points, by the order in which they were suggested: the "
-        "accuracy of the final models on validation data.",
+        f"The objective, the validation accuracy of the final models, of each of the {len(points)} finished points, in "
+        "the order of suggestion.",
         figure,
     )

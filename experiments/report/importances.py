@@ -12,13 +12,13 @@ from fedloom.experiments.store.ablations import Ablation
 MEASURED = {METRIC: "accuracy", "total_bytes": "bytes", "simulated_s": "simulated time"}
 TEXTS = {
     "variance": (
-        "The share of the variance between the trials, in %, that an axis decides about by itself (one name) or only "
-        "together with another (two names), without what the noise of the seeds adds; the columns sum to 100."
+        "The share of the variance between the trials, in %, that is due to an axis by itself (one name) or to the "
+        "interaction of two axes (two names), corrected for the noise of the seeds; each column sums to 100."
     ),
     "forest": (
-        "The share of the variance between the trials, in %, that an axis decides about, with all its interactions: "
-        "what a random forest loses on settings that it has not seen when the axis is shuffled. Random searches and "
-        "grids with trials missing have no exact shares."
+        "The share of the variance between the trials, in %, that is due to an axis with all its interactions, "
+        "estimated by how much a random forest's error on held-out settings grows when the axis is shuffled. Random "
+        "searches and grids with missing trials have no exact shares."
     ),
 }
 

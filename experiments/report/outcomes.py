@@ -60,14 +60,13 @@ COLUMNS: tuple[tuple[str, str, Write], ...] = (
 """The measure, its head and its format."""
 
 TEXT = (
-    "The final models of each setting, so that methods with different models can be compared. Accuracy in %: the mean "
-    "over the final models on all test data (one model per tier, one for all clients, or one per silo) and the worst "
-    "model; the mean on validation data; and, on each client's own test data with its tier's model, the mean over "
-    "clients and the worst client. One model for all is measured on all clients, including those that could not run "
-    "it.",
-    "Bytes are those that all clients received and sent; total MACs are those of forward passes; both, and the "
-    "simulated time, cover all stages of the method. MACs of one forward pass and parameters are means over the "
-    f"models. {INTERVALS}",
+    "The final models of each setting (one per tier, one for all clients, or one per silo), so that methods with "
+    "different models can be compared. Accuracy in %: on all test data, the mean over the models and the worst model; "
+    "on validation data, the mean; on each client's own test data with its tier's model, the mean over clients and the "
+    "worst client. A single model for all clients is measured on all of them, including those that could not run it.",
+    "Bytes are those that all clients received and sent; total MACs count forward passes; both, and the simulated "
+    "time, cover all stages of the method. MACs of one forward pass and parameters are means over the models. "
+    f"{INTERVALS}",
 )
 
 
@@ -173,7 +172,7 @@ FRONTS = (
     "Accuracy against what it costs",
     "One point per setting: the mean test accuracy of its final models against the bytes that all clients received and "
     "sent, the MACs of forward passes and the simulated time, over all of the method's own stages; a cost that is the "
-    f"same for all is left out. The line joins the settings that no other beats in both. {BARS}",
+    f"same for all is left out. The line joins the settings that no other beats in both accuracy and cost. {BARS}",
 )
 """Title and caption."""
 

@@ -72,7 +72,7 @@ def _asked(config: DataConfig, data: FederatedData) -> str:
     asked += [f"{config.shards_per_client} shards per client"] if config.partition == "shards" else []
     asked += [f"{data.num_clients:,} clients"]
     asked += [f"noise of variance up to {config.noise:g}"] if config.noise is not None else []
-    asked += [f"turned by up to {config.rotation:g}°"] if config.rotation is not None else []
+    asked += [f"rotated by up to {config.rotation:g}°"] if config.rotation is not None else []
     return ", ".join([*asked, f"seed {data.partition.generator['seed']}"])
 
 

@@ -91,8 +91,8 @@ def convergence_figure(convergence: pd.DataFrame, settings: Sequence[Setting], v
 
 CAPTION = (
     "Loss and accuracy against finished rounds. Solid: what the round's clients report on their own training data "
-    "during training. Dashed: the server's validation data after that many rounds; for the supernet, the mean over its "
-    "evaluated paths. Fine-tuning starts from the supernet's weights at round 0."
+    "during training. Dashed: on the server's validation data after that many rounds; for the supernet, the mean over "
+    "its evaluated paths. Fine-tuning starts from the supernet's weights at round 0."
 )
 
 

@@ -252,7 +252,7 @@ def state_of(tables: Tables, paths: RunPaths) -> str:
 
 DRY = (
     "a dry run: nothing was trained, so there are no losses, no accuracies and no models; bytes, MACs and "
-    "simulated times are those of the assignments"
+    "simulated times are those of the work assigned to clients"
 )
 
 
@@ -273,7 +273,7 @@ def _missing(tables: Tables, paths: RunPaths) -> list[str]:
     elif state != "done" and status is not None:
         stage = f" in {status.stage}, round {status.round_shown} of {status.rounds_total}" if status.stage else ""
         cause = f": {status.message}" if status.message else ""
-        lines.append(f"the run is {state}{stage}{cause}; what follows is what it has written so far")
+        lines.append(f"the run is {state}{stage}{cause}; only what it has written so far is shown")
     if run.rounds.empty:
         return [*lines, "no finished round is in the tables yet"]
     if is_dry(tables, paths.run_id):
@@ -389,9 +389,9 @@ def settings_block(settings: Sequence[Setting]) -> Block:
         ]
         rows.append((s.name, ", ".join(differences) or ABSENT, ", ".join(s.run_ids), str(s.num_seeds)))
     text = (
-        "Runs of one experiment whose configurations differ in seeds alone form a setting: numbers are means over its "
-        "seeds, never over settings. Listed are the keys in which the settings of an experiment differ; experiments "
-        "may differ in anything, see the configurations below.",
+        "Runs of one experiment whose configurations differ only in seeds form a setting; numbers are means over the "
+        "seeds of one setting. The table lists the keys in which the settings of an experiment differ; different "
+        "experiments may differ in any key, see the configurations below.",
     )
     heads = ("setting", "differs in", "runs", "seeds")
     return Block("Settings", text, heads, tuple(rows) if len(rows) > 1 else (), labels=3)

@@ -87,8 +87,8 @@ COLUMNS: tuple[tuple[str, str, Write, str], ...] = (
         "best_accuracy",
         "best\nround %",
         percent,
-        "best round: the highest mean test accuracy of the rounds measured, as papers report it (too high, as test "
-        "data chose that round; nothing is trained, searched or chosen by it)",
+        "best round: the highest mean test accuracy of all measured rounds, as papers report it (too high, as test "
+        "data chose that round; no training, search or choice of models depends on it)",
     ),
     ("best_round", "that\nround", count, ""),
     ("global_accuracy", "before\npers.", percent, "before pers.: the shared model's mean accuracy"),
@@ -96,7 +96,7 @@ COLUMNS: tuple[tuple[str, str, Write, str], ...] = (
         "gain",
         "arch.\ngain",
         points,
-        "arch. gain: mean over silos of g, by which a silo's architecture beats the others' on its own data",
+        "arch. gain: by how much a silo's architecture beats the others' on the silo's data (g), mean over silos",
     ),
     ("parameters", "params", si, "params: mean over the silos' models"),
     ("macs", "MACs", si, "MACs: of one forward pass of one sample, mean over the silos' models"),
@@ -150,8 +150,8 @@ def _text(summaries: Sequence[SiloSummary], shown: set[str]) -> tuple[str, ...]:
         shared = [s.method for s in summaries if s.model != PERSONAL and s.values["accuracy"] is not None]
         which = f" ({', '.join(dict.fromkeys(shared))}: the shared one)" if shared else ""
         text.append(
-            f"Accuracy of every silo's model{which} on its own test data in %; all silos weigh the same, std is "
-            "that of the silos (divided by their number)."
+            f"Accuracy in % of every silo's model{which} on its own test data; all silos have the same weight; std is "
+            "the population standard deviation over silos (divisor n)."
         )
     explained = "; ".join(note for key, _, _, note in COLUMNS if note and key in shown)
     return (*text, sentence(explained)) if explained else tuple(text)
@@ -181,17 +181,16 @@ def run_block(run: Tables) -> Block:
     if any("c_k" in row[1] for row in cells):
         several = "that are undecided" if config["method"].get("search") else "that are used together"
         text.append(
-            "Each node of a cell is the sum of operators of its inputs: c_k-2 and c_k-1 are the outputs of the cell "
-            f"before the last and of the last, numbers are nodes, bars separate operators {several}, and pruned edges "
-            "are left out."
+            "Each node of a cell is the sum of operators of its inputs: c_k-2 and c_k-1 are the outputs of the two "
+            f"preceding cells, numbers are nodes, bars separate operators {several}, and pruned edges are left out."
         )
     heads = ("silo", "architecture", *(head for _, head, _ in columns))
     return Block(f"Silos of run {run_id}", tuple(text), heads, tuple(cells))
 
 
 BEST_EPOCH = (
-    "Fine-tuned models count with their best epoch on the test data, as in the paper, which is too high. The accuracy "
-    "after the last epoch is in the table of evaluations."
+    "As in the paper, the accuracy of a fine-tuned model is that of its best epoch on the test data, which is too "
+    "high. The accuracy after the last epoch is in the table of evaluations."
 )
 
 
@@ -206,8 +205,8 @@ def gains_block(run: Tables) -> Block:
         means = (percent(gains[c].mean()) for c in ("own", "others", "best_other"))
         rows.append(("mean", *means, count(gains["compared"].mean()), points(gains["gain"].mean())))
     text = (
-        "Test accuracy in % on a silo's data of its own architecture and of the other silos', all fine-tuned on its "
-        "data. The gain is its own less the others' mean, in percentage points.",
+        "Test accuracy in % on a silo's data, with its own architecture and with those of the other silos, all "
+        "fine-tuned on its data. The gain is its own accuracy minus the others' mean, in percentage points.",
         *([BEST_EPOCH] if best_on_test(run) else []),
     )
     heads = ("silo", "own architecture", "others', mean", "others', best", "others", "gain")
@@ -441,17 +440,17 @@ CAPTIONS = {
     ),
     "phases": (
         "Curves and phases",
-        "Validation accuracy of the silos' models and the loss on their training data, means over silos. Bands: the "
-        "standard deviation over silos of one run, or from the minimum to the maximum of several runs. Phases: before "
-        "the search, until the last silo has decided every edge, and after; where searching settings differ in them, "
-        "bars in their colours above the axes span their searches alone. A silo whose validation data has joined its "
-        "training data is not scored on it.",
+        "Validation accuracy of the silos' models and the loss on their training data, means over silos. Bands: for "
+        "one run the standard deviation over silos, for several runs from the minimum to the maximum. Phases: before "
+        "the search, the search until the last silo has decided every edge, and after it; if settings differ in these, "
+        "bars in the settings' colours above the axes span only their searches. A silo that has added its validation "
+        "data to its training data is no longer scored on it.",
     ),
     "gains": (
         "Personalisation gains",
-        "Left: test accuracy on silo i's data of silo j's architecture, fine-tuned on silo i's training data; framed: "
-        "its own. Right: what its own architecture is better by, in percentage points, and the mean gain of each silo. "
-        "White: not measured, or its own.",
+        "Left: test accuracy of silo j's architecture on silo i's data, fine-tuned on silo i's training data; framed: "
+        "the silo's own architecture. Right: by how many percentage points the silo's own architecture is better; last "
+        "column: the mean gain of each silo. White: not measured, or the silo's own architecture.",
     ),
 }
 
@@ -529,7 +528,7 @@ def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:
                 f"{', '.join(examples)}"
             )
     if state == "done" and config["method"].get("search") and (left := undecided_silos(tables, run_id)):
-        lines.append(f"the search ended with edges left to be searched in {named(left)}")
+        lines.append(f"the search ended with undecided edges in {named(left)}")
     return lines
 
 
@@ -548,9 +547,9 @@ def _gaps_of_scores(run: Tables, named: Callable[[Sequence[int]], str], num_silo
     if len(trained) and untrained:
         model = "the shared model has learned nothing from the data there"
         if traits_of(run, run_id).get("own") == "model":
-            model = "what is scored as personal there is the shared model"
+            model = "the personal score there is that of the shared model"
         elif traits_of(run, run_id).get("own") == "cells":
-            model = "what is scored as personal there is the shared base with cells that were never trained"
+            model = "the personal score there is that of the shared base with cells that were never trained"
         selected = set(trained["client_id"].dropna())
         lost = [silo for silo in untrained if silo in selected]
         if lost:

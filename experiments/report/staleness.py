@@ -55,9 +55,9 @@ def staleness_block(tables: Tables, settings: Sequence[Setting]) -> Block:
             cells = [mean_over_seeds(runs, name, count) for name in ("updates", "mean", "median", "quantile", "most")]
             rows.append((setting.name, *cells, mean_over_seeds(runs, "between_s", seconds)))
     text = (
-        "The staleness of an update is the number of rounds that ended between the sending of the weights and its "
-        "arrival; 0 is that of a round that waits for all. Updates that were lost are not counted. The last column is "
-        f"the simulated time between two arrivals. {INTERVALS}",
+        "The staleness of an update is the number of rounds that ended after its client was sent the weights and "
+        "before the update arrived; it is 0 if rounds wait for all clients. Lost updates are not counted. The last "
+        f"column is the simulated time between two arrivals. {INTERVALS}",
     )
     heads = (setting_head(settings), "updates", *(f"staleness, {name}" for name in MEASURES), "between two updates")
     return Block(TITLE, text, heads, tuple(rows), labels=1)
@@ -96,6 +96,6 @@ def staleness_pictures(tables: Tables, settings: Sequence[Setting]) -> Iterator[
     for sheet in sheets(settings):
         figure = staleness_figure(updates, sheet.settings)
         if figure is not None:
-            text = "How many rounds ended while a client worked on an update that arrived, as a share of all updates."
-            averaged = "Of several runs the mean of the shares."
+            text = "Share of the updates that arrived, by the number of rounds that ended while their clients worked."
+            averaged = "For several runs, the mean of the shares."
             yield sheet.labelled(Picture("staleness", TITLE, caption_of(sheet.settings, text, averaged), figure))

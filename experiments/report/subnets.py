@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 KINDS = {
     SUPERNET: "the family's subnets are cut from the supernet",
-    SEARCHED: "targets and tiers name the search's winners, cut without any training",
+    SEARCHED: "rows of targets and tiers are the search's winners, cut from the supernet without further training",
     ALONE: "every subnet was trained alone",
 }
 
@@ -115,7 +115,7 @@ def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
     kinds = "; ".join(KINDS[model] for model in dict.fromkeys(s.model for s in summary.subnets))
     text = [
         sentence(over_runs(summary.setting)),
-        f"{kinds[:1].upper()}{kinds[1:]}. Validation and test: the server's whole data.",
+        f"{kinds[:1].upper()}{kinds[1:]}. Validation and test scores are on the server's whole data.",
     ]
     for predictor in summary.predictors:
         measure, write, unit = PREDICTED[predictor.measure]
@@ -135,8 +135,8 @@ def cost_block(comparison: CostComparison) -> Block:
     c, last, largest = comparison, comparison.steps[-1], comparison.largest
     which = "the largest subnet" if largest.member.is_largest else f"the largest member, {largest.member.label},"
     text = [
-        "Training alone, summed over all clients: bytes down and up, and MACs. iFedAvg trains the first k members of "
-        "the family one by one; one supernet serves any number of them.",
+        "Cost of training only, summed over all clients: bytes down and up, and MACs. iFedAvg trains the first k "
+        "members of the family one by one; one supernet serves any number of them.",
         f"{last.k} {'member costs' if last.k == 1 else 'members cost'} {times(last.communication_ratio)} the "
         f"supernet's communication and {times(last.compute_ratio)} its compute; {which} alone "
         f"{times(largest.communication_ratio)} and {times(largest.compute_ratio)}.",
@@ -359,9 +359,10 @@ TOGETHER_COLOURS = (BLUE, GREEN, "#56B4E9", INK)
 CAPTIONS = {
     "accuracy-macs": (
         "Test accuracy against MACs",
-        "Every point is a subnet on the server's whole test set. Lines join a family: subnets cut from one supernet as "
-        "it is, or each trained alone. Stars are winners of the search, cut without any training. For several runs of "
-        "a configuration points are means, and bands and bars reach from the minimum to the maximum.",
+        "Every point is a subnet on the server's whole test set. Lines join a family: subnets cut from one supernet "
+        "without further training, or each trained alone. Stars are winners of the search, also cut without further "
+        "training. For several runs of a setting, points are means; bands and bars reach from the minimum to the "
+        "maximum.",
     ),
     "search": (
         "What the search saw",
@@ -371,14 +372,14 @@ CAPTIONS = {
     ),
     "beta": (
         "Share of the largest subnet",
-        "beta, the weight in the average of the client that was assigned the largest subnet, in every round; the other "
-        "clients share the rest.",
+        "beta in every round: the weight that the client with the largest subnet has in the average; the other clients "
+        "share the rest.",
     ),
     "cost": (
         "Cost of k models",
-        "Bytes both ways and MACs of training, over all clients. Marked: iFedAvg, which trains each member of the "
-        "family alone, added up in the family's order. Level: one supernet for all of them. Dashed: FedAvg on the "
-        "largest member alone. The number is iFedAvg's cost in units of the supernet's.",
+        "Bytes both ways and MACs of training, summed over all clients. Markers: iFedAvg, which trains the first k "
+        "members of the family one by one. Solid horizontal line: one supernet for all of them. Dashed: FedAvg on the "
+        "largest member alone. The number is iFedAvg's cost divided by the supernet's.",
     ),
 }
 

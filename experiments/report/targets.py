@@ -44,11 +44,11 @@ def target_blocks(
         shown = f"accuracy {percent(target)} %" if metric == METRIC else f"loss {target:g}"
         text = (
             f"How many runs reach {shown} on validation data, and what they need until the first evaluation that does.",
-            "Rounds are those of the stage; megabytes, which all clients received and sent, and the time of the "
-            "simulated devices are counted since the run began, without stages of the same kind for other tiers.",
-            f"The best {'accuracy in %' if metric == METRIC else 'loss'} is of all runs. Runs that do not reach the "
-            "target are in no mean of a cost: where some do not, the costs are those of the faster ones.",
-            f"Nothing is interpolated: who is evaluated every 5 rounds needs a multiple of 5. {INTERVALS}",
+            "Rounds are counted within the stage; megabytes (received and sent by all clients) and simulated time "
+            "since the run began, without stages of the same kind for other tiers.",
+            f"The best {'accuracy in %' if metric == METRIC else 'loss'} is over all runs. Costs are only those of the "
+            "runs that reach the target: if some do not, the mean costs are those of the faster ones.",
+            f"Nothing is interpolated: a run that is evaluated every 5 rounds needs a multiple of 5. {INTERVALS}",
         )
         names = (*heads, "stage", "reach it", "best", *(head for _, head, _ in COLUMNS))
         yield Block(f"To {shown}", text, names, tuple(rows), labels=len(heads) + 1)

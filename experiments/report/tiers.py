@@ -184,7 +184,7 @@ def tasks_text(setting: Setting) -> tuple[str, ...]:
     if not tasks or len(set(tasks)) == 1:
         return ()
     of_tiers = ", ".join(f"tier{i} {task}" for i, task in enumerate(tasks, 1))
-    return (f"tasks: {of_tiers}; what is said of all tiers, or of the supernet, is a mean over them",)
+    return (f"tasks: {of_tiers}; values for all tiers, or for the supernet, are means over the tasks",)
 
 
 def legend(summary: Summary) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def legend(summary: Summary) -> tuple[str, ...]:
     if tested := [name for _, name in _tested(keys)]:
         lines.append(f"{', '.join(tested)}: {quality} on the whole test set")
     if "gain" in keys:
-        difference = "rand-init less fine-tuned" if text else "fine-tuned less rand-init, in percentage points"
+        difference = "rand-init minus fine-tuned" if text else "fine-tuned minus rand-init, in percentage points"
         lines.append(f"gain: {difference}")
     if last := _last_clients(keys) if text else last_measured(keys):
         lines.append(f"clients: {model_name(last)}, {quality} on each client's own test data")

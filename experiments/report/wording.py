@@ -120,9 +120,9 @@ MODEL_NAMES = {
 }
 
 REPEATED = "a repeated seed counts once, with its mean"
-INTERVALS = "Means ± 95 % intervals (Student's t) over seeds; of one or two seeds the values, which give no interval."
+INTERVALS = "Means ± 95 % intervals (Student's t) over seeds; for one or two seeds, their values without an interval."
 
-BARS = "Error bars are 95 % intervals (Student's t) over seeds; of one or two seeds each value is a dash."
+BARS = "Error bars are 95 % intervals (Student's t) over seeds; with one or two seeds, each value is a dash instead."
 """Explains, in captions, the bars that `with_bars` draws."""
 
 
@@ -168,8 +168,8 @@ def over_settings(settings: Sequence[Setting]) -> str:
     number = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     each = f"{number} seeds of a setting; {REPEATED}" if repeats else f"{number} runs of a setting"
     if max(counts) < FEWEST:
-        return f"The values of {each}; they give no interval."
-    few = "; of fewer than three the values, without an interval" if min(counts) < FEWEST else ""
+        return f"The values of {each}; fewer than three seeds give no interval."
+    few = "; for fewer than three, the values without an interval" if min(counts) < FEWEST else ""
     return f"Mean ± 95 % interval (Student's t) over {each}{few}."
 
 

@@ -143,7 +143,7 @@ def verdicts(
     for rank, (p, index) in enumerate(tested):
         corrected = max(corrected, min(1.0, p * (len(tested) - rank)))
         if corrected > LEVEL and judged[index].state in (SHOWN, CONTRADICTED):
-            why = f"{judged[index].state} alone (p = {p:.2g}), not as one of {len(tested)} claims"
+            why = f"{judged[index].state} alone (p = {p:.2g}), but not after correction for {len(tested)} claims"
             judged[index] = replace(judged[index], state=NOT_SHOWN, why=why)
     return [*regimes.values()], judged
 
@@ -193,7 +193,10 @@ def verdict(
     else:
         state = NOT_SHOWN
         if CONTRADICTED in states:
-            why = f"contradicted at one place (p = {contradicted / len(findings):.2g}), not as one of {len(findings)}"
+            why = (
+                f"contradicted at one place (p = {contradicted / len(findings):.2g}), but not after correction for "
+                f"{len(findings)} places"
+            )
         findings = [replace(f, state=NOT_SHOWN) if f.state == NOT_RUN else f for f in findings]
     return Verdict(claim, state, tuple(findings), why, p)
 

@@ -38,29 +38,29 @@ def run_command(args: Namespace) -> int:
     names = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if args.record and (args.list or args.scoreboard or args.recorded):
-        raise ValueError("--record keeps the values of one item's runs here: give it alone, or with --show")
+        raise ValueError("--record records the runs of one item: give it alone, or with --show")
     if args.out is not None and not args.scoreboard:
-        raise ValueError(f"--out {args.out} is the folder of the page: give --scoreboard with it")
+        raise ValueError(f"--out {args.out} is for the page of the scoreboard: give --scoreboard with it")
     if args.list or args.scoreboard:
         if overrides:
-            raise ValueError(f"{' '.join(overrides)}: the overview is of the items' own runs: leave it out")
+            raise ValueError(f"{' '.join(overrides)}: an overview shows only the items' own runs: leave it out")
         return _overview([load_given(name) for name in names] or all_items(), args)
     if args.recorded and not args.show:
-        raise ValueError("--recorded is for what runs nothing: give --show, --list or --scoreboard with it")
+        raise ValueError("--recorded is for commands that run nothing: give --show, --list or --scoreboard with it")
     if len(names) != 1:
         said = f"{len(names)} items were given ({', '.join(names)}): " if names else ""
         raise ValueError(f"{said}give one item, such as fedoras/tab6; fedloom reproduce --list shows all")
     item = load_given(names[0])
     wanted = asked(item, overrides)
     if args.recorded and not wanted.is_own:
-        raise ValueError(f"--recorded: {item.name} has no record of runs that the command line changes: leave one out")
+        raise ValueError(f"--recorded: {item.name} has no record of runs changed by overrides: leave one out")
     if args.record:
         check_recordable(item, wanted)
     kind = run_item(item, wanted, args.results, as_json=args.json) if item.needs_runs and not args.show else DONE
     file = record(item, wanted, args.results) if args.record and kind == DONE else None
     _show(outcome_of(item, wanted, args.results, recorded=args.recorded), file, as_json=args.json)
     if args.record and file is None:
-        complain(f"nothing was recorded, as the runs ended so: {kind}")
+        complain(f"nothing was recorded: the runs ended as {kind}")
     return of_run_end(kind)
 
 
@@ -117,7 +117,7 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
         ends_before = (ends[other.ablation_id] for other in parts_before(part.scale, parts))
         if (end := next((end for end in ends_before if end != DONE), DONE)) != DONE:
             ends[part.ablation_id] = end
-            complain(f"left out: {', '.join(part.scale.settings)}: not all runs are done from which they start")
+            complain(f"left out: {', '.join(part.scale.settings)}: the runs from which they start are not all done")
             continue
         view = TerminalView(quiet=as_json)
         try:

@@ -147,7 +147,7 @@ class RunsEntry(Entry):
     @model_validator(mode="after")
     def _has_a_scale(self) -> "RunsEntry":
         if self.paper is None and self.small is None:
-            raise ValueError("say what is run, or counted, at paper or small")
+            raise ValueError("give what to run or count: paper, small or both")
         return self
 
 
@@ -179,12 +179,12 @@ class Read(Entry):
         The worst one, for example of all clients, is allowed: it flatters nobody.
         """
         if self.frame == "evaluations" and "split" not in self.where:
-            raise ValueError("say in where which split is read: test or validation")
+            raise ValueError("give the split in where: test or validation")
         is_tested = "test" in self.where["split"] if self.frame == "evaluations" else self.frame not in OF_VALIDATION
         for name in (self.value, *map(str, self.where.get("metric", ()))):
             if is_tested and any(kind in name for kind in BEST.get(self.reduce, ())):
                 raise ValueError(
-                    f"reduce={self.reduce} of {name} chooses a number by test data: read the last, or each place"
+                    f"reduce={self.reduce} of {name} selects on test data: read the last value, or one per place"
                 )
         return self
 
@@ -666,7 +666,7 @@ def _runs(entry: ItemEntry, name: str, folder: Path, where: str) -> Iterator[tup
     if added is not None:
         yield name, added
     elif not others:
-        raise ValueError(f"{where}: runs: say what is run, or counted, at paper or small")
+        raise ValueError(f"{where}: runs: give what to run or count: paper, small or both")
 
 
 def _runs_of_item(name: str, folder: Path, before: tuple[str, ...] = ()) -> RunsEntry | None:
@@ -729,7 +729,7 @@ def _check_starts(scale: Scale, where: str) -> None:
             raise ValueError(f"{start}: there is no such setting; there are {known}, and those of items in runs_of")
         if positions[other] >= positions[name]:
             raise ValueError(
-                f"{start}: that setting is not run before: write it above, with another preset, or as that of an item "
+                f"{start}: that setting does not run first: write it above with another preset, or use one of an item "
                 "in runs_of"
             )
 

@@ -88,7 +88,7 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     runs = [done for part in parts if (done := done_runs(part, results)) is not None]
     record = record_of(item, asked) if recorded and not runs else None
     is_old = recorded and not runs and record is None and record_file(item, asked.scale).exists()
-    old = [f"{record_file(item, asked.scale)} does not count: it is of other runs"] if is_old else []
+    old = [f"{record_file(item, asked.scale)} is not used: it records other runs"] if is_old else []
     planned = sum(part.num_runs for part in parts)
     if record is not None:
         # If the record lacks runs of its own ablations, all parts still have to be run.

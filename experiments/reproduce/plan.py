@@ -70,7 +70,7 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
     if scale_name not in item.scales:  # items that need no training have only the paper scale
         if SCALE in words:
             known = " and ".join(item.scales)
-            raise ValueError(f"scale={scale_name}: {item.name} has the scale {known} alone; leave scale out")
+            raise ValueError(f"scale={scale_name}: {item.name} has only the scale {known}; leave scale out")
         scale_name = next(iter(item.scales))
     scale = item.scales[scale_name]
     seeds: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
         if not equals:
             raise ValueError(f"{override!r} is not of the form key=value")
         if key in varied or f"{key}=" == PRESET:
-            raise ValueError(f"{override}: the settings of {item.name} differ in it; change another key")
+            raise ValueError(f"{override}: the settings of {item.name} vary this key; change another one")
         if key in ("seed", "results"):
             advice = "seeds=[1,2]" if key == "seed" else "--results FOLDER"
             raise ValueError(f"{override}: give {advice} instead")

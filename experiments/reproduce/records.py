@@ -90,7 +90,7 @@ class Record:
         done, planned = self.runs
         number = f"{done}" if self.is_whole else f"{done} of {planned}"
         keys = {f"{key}={value}": None for of_ablation in self.earlier.values() for key, value in of_ablation.items()}
-        earlier = f", of presets as they were before: {', '.join(keys)}" if keys else ""
+        earlier = f", with earlier presets: {', '.join(keys)}" if keys else ""
         code = f"; {'; '.join(self.code)}" if self.code else ""
         return f"recorded on {self.day} from {number} runs, {self.hours:g} h in all{earlier}{code}"
 
@@ -184,7 +184,7 @@ def read_record(file: Path) -> Record:
         claims, code = (tuple(map(str, known.pop(name, ()))) for name in ("claims", "code"))
         seeds = tuple(map(int, known.pop("seeds", ())))
         if not ablations or not 0 < done <= planned:
-            raise ValueError("it is of no runs")
+            raise ValueError("it has no runs")
         hours, day = float(known.pop("hours")), str(known.pop("day"))
         return Record(
             ablations=ablations,
@@ -287,7 +287,7 @@ class Repeated:
     def text(self) -> str:
         """Both counts in one sentence."""
         within = f"{self.within} of {self.spots} means are within the 95 % prediction intervals of its other seeds"
-        equal = f"Of the record's values {self.equal} of {self.values} are equal to the bit"
+        equal = f"{self.equal} of the record's {self.values} values are equal to the bit"
         return f"{equal}{f'; {within}' if self.spots else ''}."
 
 
@@ -331,7 +331,7 @@ def check_recordable(item: Item, asked: Asked) -> None:
     if item.missing or not item.needs_runs:
         raise ValueError(f"{item.name}: {item.missing or 'what is counted without training is not recorded'}")
     if not asked.is_own:
-        raise ValueError(f"{item.name}: runs that the command line changes are not recorded")
+        raise ValueError(f"{item.name}: runs changed by overrides are not recorded")
     record_of(item, asked)  # raises for a damaged record before hours of training
     check_writable(item.file.parent, "the item's folder")
 
@@ -355,7 +355,7 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     file, known = record_file(item, asked.scale), record_of(item, asked)
     others = known if known is not None and not {*known.ablations} & {*begun} else None
     if known is not None and others is None and (known.runs[0] > runs or not {*known.ablations} <= {*begun}):
-        raise ValueError(f"{file} has {known.runs[0]} runs, here are {runs}: delete it if these shall replace them")
+        raise ValueError(f"{file} has {known.runs[0]} runs, this folder {runs}: delete the file to record these")
     scale = item.scales[asked.scale]
     code = dict.fromkeys(text for done in begun.values() for text in _computed_with(done))
     # Read again, because the tables of `done_runs` include the rounds of supernets that other runs have trained.
@@ -415,6 +415,6 @@ def _check_presets(part: Part, done: Runs, results: Path) -> None:
         now = json.loads(json.dumps(_computed_by(part.scale, setting)))
         if changed := ", ".join(_changed(what_is_computed(config), now)):
             raise ValueError(
-                f"the runs in {results} differ from what {part.scale.experiment} ({setting}) is now in {changed}: "
+                f"the runs in {results} differ from the current {part.scale.experiment} ({setting}) in {changed}: "
                 "run the item in another results folder, and record that"
             )

@@ -46,9 +46,9 @@ def calibrate(
     architecture that the space does not have, a damaged file, and options that do not belong together.
     """
     if (samples is None) != (seconds is None) or (epochs != 1 and seconds is None):
-        raise ValueError("--seconds, --samples and --epochs are of one measured training: give --seconds and --samples")
+        raise ValueError("--seconds, --samples and --epochs describe a measured training: give --seconds and --samples")
     if out is not None and measured is None:
-        raise ValueError("--out is for a table of devices: give what was measured on them with --measured")
+        raise ValueError("--out writes a table of devices: give what was measured on them with --measured")
     config = compose_config(overrides)
     if seconds is None and measured is None:
         return _timed_here(config, architecture)

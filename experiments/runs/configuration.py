@@ -100,7 +100,7 @@ def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_resolved(values: Any) -> None:
     """Raises ValueError for text that OmegaConf would resolve, such as ${oc.env:NAME}: stored values never are."""
     if text := next((text for text in texts_of(values) if "${" in text), ""):
-        raise ValueError(f"{shown(text, repr)} is no value that can be stored: what is stored is never resolved")
+        raise ValueError(f"{shown(text, repr)} cannot be stored: stored values are not resolved; give the value itself")
 
 
 def stored_config(results: str | Path, run_id: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
@@ -143,8 +143,8 @@ def tell_left_out(what: str, stored: Mapping[str, Any], overrides: Sequence[str]
     settings.append(("ray.address", stored["ray"].get("address"), here["ray"]["address"]))
     left = [f"{key}={shown(then)}" for key, then, now in settings if then not in (None, now) and key not in given_keys]
     if left:
-        again = "give it again: resume takes the key, other commands FEDLOOM_DATA and FEDLOOM_CACHE"
-        logger.warning("%s was made with %s: if you want that here, %s", what, " ".join(left), again)
+        again = "to use it, give it again (resume: the key; other commands: FEDLOOM_DATA and FEDLOOM_CACHE)"
+        logger.warning("%s was made with %s, not used here: %s", what, " ".join(left), again)
 
 
 def tell_of_attack(config: RunConfig, overrides: Sequence[str]) -> None:

@@ -88,8 +88,8 @@ def launch(config: RunConfig, view: View, resume: Resume | None = None) -> RunEn
     starts_ray = resolve_address(config.ray.address) == "local"
     if config.ray.detached and starts_ray:
         raise ValueError(
-            "ray.detached=true: a cluster of this run's own ends with it; start one (ray start --head), or give the "
-            "address of one that runs already (ray.address=HOST:PORT)"
+            "ray.detached=true needs a cluster that outlives this command: start one (ray start --head), or give the "
+            "address of a running one (ray.address=HOST:PORT)"
         )
     # These checks take about a second and raise their errors before Ray is started.
     planned: list[str] = []
@@ -172,7 +172,7 @@ def attach(results: str | Path, paths: RunPaths, address: str, view: View, *, st
             server = ray.get_actor(paths.run_id, namespace=NAMESPACE)
         except ValueError as error:
             raise ValueError(
-                f"run {paths.run_id} has no server on this cluster ({began}); if it is at work nowhere, continue with: "
+                f"run {paths.run_id} has no server on this cluster ({began}); if it runs nowhere else, continue with: "
                 f"fedloom resume {paths.run_id}{where(results)}"
             ) from error
         return _watch_detached(server, _Shown(view), str(results), paths, address, stop=stop)

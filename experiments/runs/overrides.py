@@ -134,7 +134,7 @@ def last_values(overrides: Sequence[str]) -> list[str]:
         key, equals, value = override.lstrip("+").partition("=")
         before = by_key.pop(key + equals, override)
         if before.partition("=")[2].strip("\"'") != value.strip("\"'"):
-            _logger.warning("%s is given twice: %s holds, which comes last", shown(key), shown(override))
+            _logger.warning("%s is given twice: %s is used, as it comes last", shown(key), shown(override))
         by_key[key + equals] = override
     return [*by_key.values()]
 

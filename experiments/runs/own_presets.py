@@ -85,7 +85,7 @@ def _defaults(override: str, preset: DictConfig) -> list[Any]:
 
 def _check_method(override: str, default: DictConfig) -> None:
     if [*default] != [CHOICE]:
-        raise ValueError(f"{override}: defaults chooses {', '.join(map(str, default))}: it may choose {CHOICE!r} alone")
+        raise ValueError(f"{override}: defaults chooses {', '.join(map(str, default))}: it may choose only {CHOICE!r}")
     method = str(default[CHOICE])
     if method not in METHODS and not is_import_path(method):
         close = nearest(method, [*METHODS])

@@ -61,7 +61,9 @@ def read_ends(root: Path, ablation: Ablation) -> dict[int, End]:
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{ablation.folder(root) / ENDS} is damaged: move it away; the runs tell the rest") from error
+        raise ValueError(
+            f"{ablation.folder(root) / ENDS} is damaged: move it away; states are then read from the runs only"
+        ) from error
 
 
 def write_ends(root: Path, ablation: Ablation, ends: Mapping[int, End]) -> None:

@@ -53,7 +53,7 @@ class WithConstants(SearchSpace):
 
     stacks = False  # a user's `forward` may not work on a batch of clients
     config: SpaceConfig
-    sample: Tree | None = None
+    measured_sample: Tree | None = None
     """A batch of the sample on which costs are measured; None (zeros of the input shape) until the data are known."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class WithConstants(SearchSpace):
         inputs), has nothing to train, or returns logits that are not (B, classes) for labels (B,), or (B, classes, T)
         for labels (B, T).
         """
-        self.sample = mapped(lambda tensor: tensor[:1], x)
+        self.measured_sample = mapped(lambda tensor: tensor[:1], x)
         module = self.build_subnet(tuple(count - 1 for count in self.options))
         module.load_state_dict(self.initial_weights(torch.Generator().manual_seed(0)), strict=False)
         if not self.parameter_names:
@@ -156,11 +156,11 @@ class WithConstants(SearchSpace):
             return float(bytes_of(travelling(module)))
         module = copy.deepcopy(module).eval()
         module.register_forward_pre_hook(_by_name, with_kwargs=True)
-        return float(measure.of(module, self._sample()))
+        return float(measure.of(module, self._one_sample()))
 
-    def _sample(self) -> Any:
-        if self.sample is not None:
-            return self.sample
+    def _one_sample(self) -> Any:
+        if self.measured_sample is not None:
+            return self.measured_sample
         shapes: Any = self.input_shape
         if isinstance(shapes, Mapping):
             return {name: torch.zeros((1, *shape)) for name, shape in shapes.items()}

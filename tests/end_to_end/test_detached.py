@@ -129,7 +129,7 @@ def test_what_cannot_be_detached_or_watched_is_refused_in_one_line(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert ends("run", *TINY, "ray.detached=true", "ray.address=local") == 2
-    assert "a cluster of this run's own ends with it" in capsys.readouterr().err
+    assert "needs a cluster that outlives this command" in capsys.readouterr().err
     assert ends("ablate", "ablation=alpha", *TINY, "ray.detached=true") == 2
     assert "ray.detached=true is for fedloom run" in capsys.readouterr().err
     assert not servers()

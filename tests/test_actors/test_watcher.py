@@ -114,7 +114,7 @@ def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
     assert set(record.processes) == set(found)
     monkeypatch.setattr("fedloom.experiments.status.records_folder", lambda: tmp_path)
     hint_at_leftovers()
-    assert "left on this machine by dead runs: 2 processes" in capsys.readouterr().err
+    assert "dead runs left 2 processes on this machine" in capsys.readouterr().err
     assert set(clean([record])) == set(found)
     until(lambda: not any(is_process(*p) for p in found))
     assert process_of(before) is not None

@@ -114,7 +114,7 @@ def test_figures_show_something_and_are_named_by_the_ablation(
     files = write_ablation_report(tmp_path, ablation.ablation_id, tmp_path / "out")
     drawn = {*FIGURES, *DIFFERENCES[:2], "convergence"} - {"fronts"}  # where all cost the same
     assert {p.stem for p in files.plots} == drawn
-    assert files.missing == (f"There is no figure 'fig5': there are {', '.join(FIGURES)}.",)
+    assert files.missing == (f"There is no figure 'fig5'; the known ones are {', '.join(FIGURES)}.",)
     for path in (*files.plots, *beta[2].plots, *budget[2].plots):
         if path.suffix == ".pdf":
             assert path.read_bytes().startswith(b"%PDF-")

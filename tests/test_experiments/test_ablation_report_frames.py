@@ -213,7 +213,7 @@ def test_before_any_trial_has_begun_the_frames_are_empty(tmp_path: Path) -> None
 def test_an_axis_called_like_a_column_is_refused(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("axes:\n  macs: {key: method.train.lr, values: [0.1, 0.2]}\n")
-    with pytest.raises(ValueError, match="the axis 'macs' is called like a column of the frame"):
+    with pytest.raises(ValueError, match="the axis 'macs' has the name of a column of the frame"):
         planned(tmp_path, [f"ablation={own}", "experiment=fedoras_digits"])
 
 

@@ -668,7 +668,7 @@ def test_an_ablation_is_brushed_with_the_mouse_and_the_keys(tmp_path: Path, open
         page = open_board(site).show(view="ablations")
         page.wait_for_selector(f"text={number} of {number} trials")
         assert page.locator("path.trial").count() == number
-        page.wait_for_selector("text=What decides about accuracy")
+        page.wait_for_selector("text=What determines accuracy")
         assert page.locator(".importances th").first.inner_text() == "budget"
         axis = page.locator("g.axis[data-axis=averaging] .grip")
         box = axis.bounding_box()

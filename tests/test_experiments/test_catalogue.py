@@ -71,7 +71,7 @@ def test_a_word_finds_a_place_by_its_kind_its_key_and_what_is_in_it() -> None:
     assert [p.kind for p in known_code(["local_rule"])] == ["local rule"]
     assert [p.kind for p in known_code(["fedprox"])] == ["local rule"]
     assert {p.kind for p in known_code(["data"])} >= {"data set", "augmentation"}
-    with pytest.raises(ValueError, match=r"nothing is chosen by 'serverr'.*there are method, data set"):
+    with pytest.raises(ValueError, match=r"no kind, key or name contains 'serverr'.*the kinds are method, data set"):
         known_code(["serverr"])
 
 
@@ -82,11 +82,11 @@ def test_both_print_text_or_one_json_object(capsys: pytest.CaptureFixture[str]) 
     (found,) = json.loads(out)["keys"]
     assert (found["key"], found["type"], found["default"]) == ("data.alpha", "float", 1.0)
     code, out, _ = run(capsys, "keys", "method.train.lr")
-    assert "method.* are those of fedoras, the default method; another's: fedloom keys method.train.lr method=" in out
+    assert "method.* are those of fedoras, the default method; for another: fedloom keys method.train.lr method=" in out
     assert "fedoras" not in run(capsys, "keys", "method.train.lr", "method=fedavg")[1]
     code, out, _ = run(capsys, "plugins", "server rule")
     assert code == 0
-    assert "module:name of your own is a function of (step) and of options by keyword" in out
+    assert "your own code (module:name): a function of (step) and of options by keyword" in out
     assert "  fedadam " in out
     assert "tau=0.001  (float; greater than 0)" in out
     assert all(line == line.rstrip() for line in out.splitlines())

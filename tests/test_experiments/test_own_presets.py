@@ -99,7 +99,7 @@ BAD: dict[str, tuple[str, str]] = {
         "defaults: [{override /method: 'no:M'}]",
         "method 'no:M' cannot be imported: there is no",
     ),
-    "other group": ("defaults: [{override /space: x}]", "it may choose 'override /method' alone"),
+    "other group": ("defaults: [{override /space: x}]", "it may choose only 'override /method'"),
     "method as a text": ("method: fedavg", "method is a text: choose it by defaults: [{override /method: fedavg}]"),
     "method by name": (
         "method: {name: fedavg}",

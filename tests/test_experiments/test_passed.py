@@ -143,7 +143,7 @@ def test_an_object_is_its_class_and_its_options_or_refused(own: Any, tmp_path: P
         "objective.options.factor": 2.5,
     }
     with pytest.raises(
-        ValueError, match=r"^objective.name=.*: Scaled and its options do not tell all .* objective.opt"
+        ValueError, match=r"^objective.name=.*: Scaled and its options cannot rebuild this .* objective.opt"
     ):
         names(tmp_path, objective={"name": _touched(own.Scaled(factor=2.0))})
 
@@ -192,7 +192,7 @@ def test_code_of_main_and_of_a_reloaded_module_is_refused(own: Any, tmp_path: Pa
         names(tmp_path, method={"train": {"local_rule": prox}})
     prox.__module__ = "my_own"
     importlib.reload(own)
-    with pytest.raises(ValueError, match=r"rule: this prox is not what my_own:prox is now, as after importlib.reload"):
+    with pytest.raises(ValueError, match=r"rule: my_own:prox is no longer this prox, as after importlib.reload"):
         names(tmp_path, method={"train": {"local_rule": prox}})
 
 

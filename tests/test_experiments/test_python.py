@@ -64,7 +64,7 @@ def test_a_run_has_the_bits_of_the_command_and_its_files_as_values(
     assert {*fl.compare("data.alpha", tmp_path, [run.id, other.id])["value"]} == {"0.1", "1.0"}
     with pytest.raises(ValueError, match=r"no tier 'tier9' in this run: its tiers are tier1, "):
         run.model("tier9")
-    with pytest.raises(ValueError, match=r"keeps several models: choose by model one of tier1-"):
+    with pytest.raises(ValueError, match=r"keeps several models: choose one by model: tier1-"):
         run.model()
 
 
@@ -119,7 +119,7 @@ def test_a_started_run_is_watched_stopped_and_tells_how_it_failed(tmp_path: Path
     progress = run.progress
     assert (progress.state, progress.stage, progress.rounds_total) == ("running", "fedavg", 9999)
     assert 0 <= progress.fraction < 0.5
-    with pytest.raises(TimeoutError, match=rf"^run {run.id} goes on after 0.01 s$"):
+    with pytest.raises(TimeoutError, match=rf"^run {run.id} is still running after 0.01 s$"):
         run.wait(0.01)
     while run.progress.left_s is None:
         time.sleep(0.05)
@@ -162,8 +162,8 @@ def _merged(changes: dict[str, Any]) -> dict[str, Any]:
     ("changes", "line"),
     [
         ({"over": {"data.alhpa": [1]}}, r"unknown configuration key 'data.alhpa'; did you mean 'data.alpha'\?$"),
-        ({"over": {"data.alpha": 1}}, r"^over={'data.alpha': 1}: give a list of values, or settings by name, as dict"),
-        ({"over": {"method.lr": [1], "data.lr": [2]}}, "two of these keys end alike: vary them as settings by name$"),
+        ({"over": {"data.alpha": 1}}, r"^over={'data.alpha': 1}: give a list of values, or a dictionary of named se"),
+        ({"over": {"method.lr": [1], "data.lr": [2]}}, "two of these keys have the same ending: vary named settings$"),
         ({"over": {"data.alpha": {"uniform": [1, 2]}}}, "a range is for ablation.search.kind=random"),
         ({"ablation": "alpah"}, "^ablation=alpah: no such ablation; did you mean 'alpha'"),
         ({"ablation": "alpha", "over": {"data.alpha": [1]}}, "^give either over= or ablation=alpha"),

@@ -206,7 +206,7 @@ def test_following_a_run_writes_its_report_until_it_has_ended(
     with pytest.raises(SystemExit) as ending:
         main(["report", "r1", "--follow", "--results", str(tmp_path)])
     assert (ending.value.code, naps) == (0, [30, 30])
-    assert "report.html: to be opened in a browser; written anew every 30 s" in capsys.readouterr().out
+    assert "report.html: open it in a browser; it is rewritten every 30 s" in capsys.readouterr().out
     assert "refresh" not in (tmp_path / "reports" / "r1" / "report.html").read_text()
 
 

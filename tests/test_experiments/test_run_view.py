@@ -94,7 +94,7 @@ def test_what_matters_stays_when_the_rounds_have_gone(terminal: Terminal) -> Non
     lines = [line.rstrip() for line in screen.display]
     assert lines[:3] == [
         f"run {RUN}",
-        "begins with the supernet of run one: the same configuration up to there",
+        "reuses the supernet of run one: its configuration is the same up to there",
         "search/tier2 ends after round 1: nothing better for 3 generations",
     ]
     assert lines[3] == f"supernet         {40 * '━'} done in 0:01"

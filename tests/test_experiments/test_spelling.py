@@ -88,7 +88,7 @@ def test_every_synonym_leads_to_a_key_that_is_there() -> None:
 
 def test_of_a_key_that_is_given_twice_the_last_value_holds(caplog: pytest.LogCaptureFixture) -> None:
     assert last_values(["seed=1", "seed", "name=a", "name=a", "+seed=2"]) == ["seed", "name=a", "+seed=2"]
-    assert caplog.messages == ["seed is given twice: +seed=2 holds, which comes last"]
+    assert caplog.messages == ["seed is given twice: +seed=2 is used, as it comes last"]
 
 
 def test_the_last_preset_and_seed_of_a_command_line_are_the_run_s() -> None:
@@ -105,6 +105,6 @@ def test_the_last_preset_and_seed_of_a_command_line_are_the_run_s() -> None:
         "data.alpha": 7.0,
     }
     assert done.stderr.splitlines() == [
-        "fedloom: experiment is given twice: experiment=fedavg_digits holds, which comes last",
-        "fedloom: seed is given twice: seed=2 holds, which comes last",
+        "fedloom: experiment is given twice: experiment=fedavg_digits is used, as it comes last",
+        "fedloom: seed is given twice: seed=2 is used, as it comes last",
     ]

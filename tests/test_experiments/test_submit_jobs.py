@@ -58,7 +58,7 @@ REFUSED = {
     "no results": (["experiment=fedoras_digits"], r"results=results would lie.*absolute path.*s3://"),
     "relative results": (["experiment=fedoras_digits", "results=../r"], r"results=\.\./r would lie"),
     "unknown key": ([*RUN, "method.train.weigting=opa"], r"did you mean 'method\.train\.weighting'"),
-    "own cluster": ([*RUN, "ray.address=local"], r"ray\.address=local: a job runs on the cluster that has it"),
+    "own cluster": ([*RUN, "ray.address=local"], r"ray\.address=local: a job runs on the cluster of --address"),
     "device table": ([*RUN, "tiers.device_table=d.csv"], r"tiers\.device_table=d\.csv is not shipped: add --include"),
     "unknown ablation": (["ablation=alpa", *RUN], r"did you mean 'alpha'"),
     "ablation's own key": (["ablation=alpha", "ablation.attempts=0", *RUN], r"ablation\.attempts=0"),

@@ -86,7 +86,7 @@ function draw() {
   const open = box.querySelector("details")?.open ?? false;
   replace(box, h("h2", {}, view.title || view.id), h("div.tools", {},
     select("colour by", "colour", columns.filter((column) => !column.isEmpty).map((column) => [column.name, column.kind === "axis" ? column.name : column.name.replaceAll("_", " ")]), by.name),
-    outcomePicker(view), h("span.soft.hint", {}, "drag on an axis to brush it, or focus it and use the arrow keys (Shift: its size, Esc: off)")),
+    outcomePicker(view), h("span.soft.hint", {}, "drag along an axis to brush it, or focus it and use the arrow keys (Shift: resize, Esc: clear)")),
     count, h("div.scroll", {}, svg), importances(), table(view, columns, passing, open));
   if (focused) box.querySelector(`g.axis[data-axis="${CSS.escape(focused)}"]`)?.focus();
 }
@@ -178,14 +178,14 @@ function tell(event, trial, view) {
 }
 
 const METHODS = {
-  variance: "the share of the variance between the trials that an axis decides about by itself, or two only together, without what the noise of the seeds adds",
-  forest: "the share of the variance that an axis decides about with all its interactions, as a random forest learns it: random searches and grids with trials missing have no exact shares",
+  variance: "the share of the variance between the trials that is due to an axis by itself or to the interaction of two axes, corrected for the noise of the seeds",
+  forest: "the share of the variance that is due to an axis with all its interactions, estimated with a random forest: random searches and grids with missing trials have no exact shares",
 };
 
 function importances() {
   if (!weights?.importances.length) return null;
   const rows = weights.importances;
-  return h("section.importances", {}, h("h3", {}, `What decides about ${weights.measure.replaceAll("_", " ")}`), h("table", {}, rows.map((row) => h("tr", {}, h("th", { scope: "row" }, row.axes), h("td", {}, h("span.bar.long", { "aria-hidden": "true" }, h("span", { style: { width: `${100 * row.importance}%` } }))), h("td.number", {}, share(row.importance))))),
+  return h("section.importances", {}, h("h3", {}, `What determines ${weights.measure.replaceAll("_", " ")}`), h("table", {}, rows.map((row) => h("tr", {}, h("th", { scope: "row" }, row.axes), h("td", {}, h("span.bar.long", { "aria-hidden": "true" }, h("span", { style: { width: `${100 * row.importance}%` } }))), h("td.number", {}, share(row.importance))))),
     h("p.soft.small", {}, METHODS[rows[0].method]));
 }
 

@@ -68,7 +68,7 @@ export async function ask(path, query = {}, tags = null) {
   try {
     response = await fetch(address, { headers, cache: "no-store" });
   } catch {
-    throw new Lost("The board does not answer: was fedloom board ended?");
+    throw new Lost("The board does not answer: is fedloom board still running?");
   }
   if (response.status === 401) location.reload();
   if (response.status === 304) return null;

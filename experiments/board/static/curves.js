@@ -147,7 +147,7 @@ function draw() {
   if (!ids.length) {
     for (const panel of panels.values()) panel.close();
     panels.clear();
-    replace(grid, note("No runs are selected", ["Tick runs in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), ", as many as you like: their curves are drawn here and follow them while they run."]));
+    replace(grid, note("No runs are selected", ["Tick runs in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), ", as many as you like: their curves are drawn here and updated while they run."]));
     return;
   }
   for (const [key, panel] of panels) {

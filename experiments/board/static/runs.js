@@ -70,7 +70,7 @@ let table, differing = null, differTags = {};
 
 function drawDifferences() {
   const ids = chosen();
-  if (ids.length < 2) return replace(table, note("Two runs make a difference", ["Tick two or more in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), ": their configurations stand here side by side."]));
+  if (ids.length < 2) return replace(table, note("Fewer than two runs are selected", ["Tick two or more in the list of ", h("a", { href: link({ view: "runs" }) }, "runs"), ": their configurations are shown here side by side."]));
   if (!differing) return replace(table, reading());
   const isAll = get("all") === "1", words = get("key").toLowerCase();
   const rows = differing.rows.filter((row) => (isAll || row.differs) && row.key.toLowerCase().includes(words));
@@ -78,7 +78,7 @@ function drawDifferences() {
   const filter = table.querySelector("input[type=search]") ?? h("input", { type: "search", placeholder: "Search keys", "aria-label": "Search keys", value: get("key"), oninput: (event) => { history.replaceState(null, "", link({ key: event.target.value })); dispatchEvent(new HashChangeEvent("hashchange")); } });
   const isFocused = document.activeElement === filter, at = filter.selectionStart;
   const heads = differing.runs.map((id) => h("th", { scope: "col", title: id }, swatch(id), h("a", { href: link({ view: "run", run: id }) }, store.runs.get(id)?.name ?? id)));
-  replace(table, h("div.tools", {}, filter, check("also what is the same", "all"), h("span.soft", {}, `${differing.rows.filter((row) => row.differs).length} of ${differing.rows.length} keys differ`)), problems,
+  replace(table, h("div.tools", {}, filter, check("also show equal keys", "all"), h("span.soft", {}, `${differing.rows.filter((row) => row.differs).length} of ${differing.rows.length} keys differ`)), problems,
     rows.length ? h("div.scroll", {}, h("table.differences", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "key"), heads)), h("tbody", {}, rows.map((row) => h("tr", { class: row.differs ? "differs" : null }, h("th", { scope: "row" }, row.key), row.values.map((value, i) => h("td", { class: value === row.values[0] && i ? "same" : null }, value))))))) : note("Nothing differs", "These runs have the same configuration" + (words ? " in the keys that were searched for." : ".")));
   if (isFocused) { filter.focus(); filter.setSelectionRange(at, at); }
   return undefined;

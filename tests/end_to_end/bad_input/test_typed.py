@@ -62,7 +62,7 @@ def test_results_that_are_a_file(command: Sequence[str], tmp_path: Path, refusal
 
 @pytest.mark.parametrize("more", [["baseline"], ["--all"]])
 def test_what_is_cleaned_belongs_to_no_run(more: Sequence[str], refusal: Refuse) -> None:
-    assert "--clean ends what any dead run left behind on this machine" in refusal("status", *more, "--clean")
+    assert "--clean ends the processes of all dead runs on this machine" in refusal("status", *more, "--clean")
 
 
 @pytest.mark.parametrize("command", [("report",), ("export", "baseline", "--tier", "tier1")], ids=lambda c: c[0])

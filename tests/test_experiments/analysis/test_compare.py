@@ -87,7 +87,7 @@ def test_other_keys_make_groups_unless_they_are_ignored(runs: Any) -> None:
         ("lr=0.5", "fedavg", 1),
     ]
     apart = analysis.load(runs.root, ["a1", "a2", "c2"])
-    with pytest.raises(ValueError, match=r"differ in other keys, too: method.train.lr; name in ignore="):
+    with pytest.raises(ValueError, match=r"also differ in method.train.lr: name those that belong to it in ignore="):
         analysis.compare(apart, WEIGHTING)
     assert analysis.compare(apart, WEIGHTING, ignore=["method.train.lr"])["n"].tolist() == [2, 1]
 

@@ -72,7 +72,7 @@ def test_a_texts_table_is_in_perplexity(tmp_path: Path) -> None:
         "worst",
     ]
     assert block.rows[0] == ("tier1", "50", "9", "3.32", "3.00", "3.50", "+0.50", "4.00", "2.00", "6.00")
-    assert "gain: rand-init less fine-tuned" in block.text
+    assert "gain: rand-init minus fine-tuned" in block.text
 
 
 def test_runs_without_texts_have_no_further_columns(tmp_path: Path) -> None:

@@ -47,13 +47,13 @@ def test_a_tier_s_only_model_need_not_be_named(runs: Any, out: Path, monkeypatch
     assert (card["name"], card["architecture"]["id"]) == ("tier2-depthfl", "1")
     several = ["tier1-small", "tier2-one", "tier2-two"]
     monkeypatch.setattr(selection, "list_models", lambda _: several)
-    with pytest.raises(ValueError, match=r"keeps several models of tier2: choose by --model one of one, two$"):
+    with pytest.raises(ValueError, match=r"keeps several models of tier2: choose one by --model: one, two$"):
         selection.choose(run.paths, run.world, Wanted(tier="tier2"))
 
 
 def test_the_only_model_need_not_be_named_and_several_are_listed(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs["depths"]
-    with pytest.raises(ValueError, match=r"several models: choose by --model one of tier1-depthfl, tier2-depthfl"):
+    with pytest.raises(ValueError, match=r"several models: choose one by --model: tier1-depthfl, tier2-depthfl"):
         selection.choose(run.paths, run.world, Wanted())
     monkeypatch.setattr(selection, "list_models", lambda _: ["tier2-depthfl"])
     chosen = selection.choose(run.paths, run.world, Wanted())

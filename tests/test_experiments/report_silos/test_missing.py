@@ -43,9 +43,9 @@ def test_when_all_failed_nothing_was_measured(silos: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "model", "consequence"),
     [
-        ("spider", "personal", "what is scored as personal there is the shared model"),
-        ("ditto", "personal", "what is scored as personal there is the shared model"),
-        ("fedpnas", "personal", "scored as personal there is the shared base with cells that were never trained"),
+        ("spider", "personal", "the personal score there is that of the shared model"),
+        ("ditto", "personal", "the personal score there is that of the shared model"),
+        ("fedpnas", "personal", "score there is that of the shared base with cells that were never trained"),
         ("fednas", "global", "the shared model has learned nothing from the data there"),
         ("knn_per", "personal", "the shared model has learned nothing from the data there"),
     ],
@@ -128,7 +128,7 @@ def test_several_modules_per_edge_are_no_unfinished_search_where_nothing_is_sear
         writer.add_model("personal", [0.5] * 3, [silos.HALF] * 3)
         writer.close()
     assert said_of(silos, "r1") == ""
-    assert said_of(silos, "r2") == "the search ended with edges left to be searched in every silo"
+    assert said_of(silos, "r2") == "the search ended with undecided edges in every silo"
     assert phases(load(silos.root, ["r1"])) == []
     for run_id, bars in (("r1", "that are used together"), ("r2", "that are undecided")):
         assert f"bars separate operators {bars}" in write_report(silos.root, [run_id]).markdown.read_text()

@@ -79,7 +79,7 @@ def test_a_search_that_ended_too_early_is_said(silos: Any) -> None:
     writer.add_training([(silos.UNDECIDED,) * 3])
     writer.add_model("personal", [0.5] * 3, [silos.DECIDED, silos.HALF, silos.HALF])
     writer.close()
-    assert "edges left to be searched in silos 1, 2" in silos.summary("r1")
+    assert "undecided edges in silos 1, 2" in silos.summary("r1")
 
 
 def test_a_dry_run_shows_what_it_counted_and_says_that_nothing_was_trained(silos: Any) -> None:

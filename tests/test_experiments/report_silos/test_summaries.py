@@ -83,7 +83,8 @@ def test_a_repeated_seed_is_one_sample_with_its_mean(silos: Any) -> None:
     assert accuracy.values == pytest.approx((0.65, 0.85))
     text = " ".join(silos.summary(["r1", "r2", "r3"]).split())
     assert (
-        "The values of 2 seeds of a setting; a repeated seed counts once, with its mean; they give no interval." in text
+        "The values of 2 seeds of a setting; a repeated seed counts once, with its mean; fewer than three seeds give "
+        "no interval." in text
     )
     text = " ".join(silos.summary(["r1", "r2"]).split())
     assert "Mean over the runs of one seed, which give no interval." in text

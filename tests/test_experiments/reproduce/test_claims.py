@@ -180,7 +180,10 @@ def test_a_place_among_several_contradicts_a_claim_as_clearly_as_one_alone_would
     alone = {"greater": {"of": "a", "than": "b", "places": ["t2"]}}
     assert judged(alone, {"a": a, "b": b}).state == "contradicted"
     both = judged(GREATER, {"a": a, "b": b})
-    assert (both.state, both.reason) == ("not shown", "contradicted at one place (p = 0.021), not as one of 2")
+    assert (both.state, both.reason) == (
+        "not shown",
+        "contradicted at one place (p = 0.021), but not after correction for 2 places",
+    )
 
 
 def claims(*made: Mapping[str, Any], needs: tuple[str, ...] = ()) -> tuple[Claim, ...]:
@@ -201,7 +204,7 @@ def test_the_claims_of_an_item_are_several_tests() -> None:
     assert [v.state for v in found] == ["shown", "shown", "shown"]
     _, found = verdicts(item(claims=claims(*at)), "small", {"a": a}, ("s",), SEEDS)
     assert [v.state for v in found] == ["shown", "shown", "not shown", "not shown"]
-    assert found[2].reason == "shown alone (p = 0.023), not as one of 4 claims"
+    assert found[2].reason == "shown alone (p = 0.023), but not after correction for 4 claims"
 
 
 @pytest.mark.parametrize(

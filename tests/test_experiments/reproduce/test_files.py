@@ -95,12 +95,12 @@ def test_a_mistake_is_one_line(load: Load, place: str, value: Any, said: str) ->
 
 def test_no_number_is_chosen_by_test_data(load: Load) -> None:
     read = {"from": "evaluations", "value": "value", "reduce": "max", "where": {"metric": "accuracy"}}
-    with pytest.raises(ValueError, match="say in where which split is read"):
+    with pytest.raises(ValueError, match="give the split in where"):
         load("quantities/a/read", read)
     of_test = {**read, "where": {"metric": "accuracy", "split": "test"}}
     for best in (of_test, {"from": "models", "value": "accuracy", "reduce": "max"},
                  {"from": "silos", "value": "loss", "reduce": "min"}):  # fmt: skip
-        with pytest.raises(ValueError, match=f"reduce={best['reduce']} of .* chooses a number by test data"):
+        with pytest.raises(ValueError, match=f"reduce={best['reduce']} of .* selects on test data"):
             load("quantities/a/read", best)
     for allowed in (
         {**of_test, "reduce": "last"},
@@ -182,10 +182,10 @@ START = {"experiment": "fedadam_digits", "method.start_from": "run of s"}
             {"s": {}, "t": {**START, "method.start_from": "run of r"}},
             "t: method.start_from=run of r: there is no such setting",
         ),
-        ({"t": START, "s": {}}, "t: method.start_from=run of s: that setting is not run before: write it above"),
-        ({"s": {}, "t": {"method.start_from": "run of s"}}, "that setting is not run before"),
-        ({"s": {"method.start_from": "run of s"}}, "that setting is not run before"),
-        ({"a": {}, "t": START, "s": {"data.dataset": "cifar10"}}, "that setting is not run before"),
+        ({"t": START, "s": {}}, "t: method.start_from=run of s: that setting does not run first: write it above"),
+        ({"s": {}, "t": {"method.start_from": "run of s"}}, "that setting does not run first"),
+        ({"s": {"method.start_from": "run of s"}}, "that setting does not run first"),
+        ({"a": {}, "t": START, "s": {"data.dataset": "cifar10"}}, "that setting does not run first"),
     ],
 )
 def test_runs_start_from_settings_that_are_run_before_them(load: Load, settings: dict[str, Any], said: str) -> None:

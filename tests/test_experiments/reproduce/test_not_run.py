@@ -55,7 +55,7 @@ def test_its_claims_are_not_run_and_say_why(tmp_path: Path) -> None:
         ({"runs_of": "paper/tab"}, "leave out runs_of"),
         ({"runs": {"paper": {"experiment": "fedoras_digits", "settings": {"a": {}}}}}, "leave out runs"),
         ({"quantities": {"supernet": {"count": {"from": "space", "value": "macs.largest"}}}, "claims": []}, "measured"),
-        ({"missing": None}, "say what is run"),
+        ({"missing": None}, "give what to run"),
         ({"missing": ""}, "missing is"),
     ],
 )

@@ -122,7 +122,7 @@ def test_runs_start_from_those_of_another_setting_seed_by_seed(command: Command,
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
-        ("failed", 3, "left out: going on, fresh: not all runs are done from which they start"),
+        ("failed", 3, "left out: going on, fresh: the runs from which they start are not all done"),
         ("no data", 2, "no data"),
     ],
 )
@@ -202,10 +202,10 @@ def test_what_cannot_be_run_says_why(command: Command, tmp_path: Path) -> None:
         ([], "give one item, such as fedoras/tab6"),
         (["fedoras/tab6", "fedoras/tab8"], "2 items were given"),
         (["fedoras/tab6", "scale=huge"], "there are paper and small"),
-        (["federations/robust", "scale=paper"], "federations/robust has the scale small alone; leave scale out"),
+        (["federations/robust", "scale=paper"], "federations/robust has only the scale small; leave scale out"),
         (["fedoras/tab6", "seeds=[1,1]"], "give different whole numbers"),
         (["fedoras/tab6", "seed=3"], "give seeds=[1,2] instead"),
-        (["fedoras/tab6", "data.alpha=3"], "the settings of fedoras/tab6 differ in it"),
+        (["fedoras/tab6", "data.alpha=3"], "the settings of fedoras/tab6 vary this key"),
         (["fedoras/tab6", "method.train.round=3"], "unknown configuration key 'method.train.round'"),
         (["fedoras/tab6", "--out", "x"], "give --scoreboard with it"),
         (["--list", "scale=small"], "leave it out"),
@@ -255,7 +255,7 @@ def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, resu
     _, out, _ = command("--list", "--recorded", str(own), *elsewhere)
     assert "(recorded)" in out
     code, _, err = command(str(own), "--show", "--recorded", "seeds=[7]", *elsewhere)
-    assert (code, "no record of runs that the command line changes" in err) == (2, True)
+    assert (code, "no record of runs changed by overrides" in err) == (2, True)
 
 
 def test_runs_are_compared_with_what_was_recorded(command: Command, results: Path, own: Path) -> None:
@@ -277,7 +277,7 @@ def test_runs_are_compared_with_what_was_recorded(command: Command, results: Pat
     other = read(command, str(own), "--show", "--results", str(results))["repeated"]
     assert (other["equal"], other["within"]) == (same["equal"] - 4, same["within"] - 1)
     _, out, _ = command(str(own), "--show", "--results", str(results))
-    assert f"{other['equal']} of {other['values']} are equal to the bit" in " ".join(out.split())
+    assert f"{other['equal']} of the record's {other['values']} values are equal to the bit" in " ".join(out.split())
     content["reads"] = "0"
     file.write_text(json.dumps(content))
     assert read(command, str(own), "--show", "--results", str(results))["repeated"] is None
@@ -324,11 +324,11 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {lr: 0.2}}\n")
     old = read(command, *shown)
     assert old["recorded"] is None
-    assert "tab1.small.json does not count: it is of other runs" in old["missing"][-1]
+    assert "tab1.small.json is not used: it records other runs" in old["missing"][-1]
     (file,) = own.parent.glob("recorded/*")
     content = json.loads(file.read_bytes())
     file.write_text(json.dumps({**content, "earlier": {content["ablations"][0]: {"method.train.lr": 0.1}}}))
-    assert ", of presets as they were before: method.train.lr=0.1; " in read(command, *shown)["recorded"]
+    assert ", with earlier presets: method.train.lr=0.1; " in read(command, *shown)["recorded"]
     _, out, _ = command("--scoreboard", *(s for s in shown if s != "--show"))
     assert "tiny/tab1 (small scale, earlier presets)" in " ".join(out.split())
     file.write_text(json.dumps({**content, "earlier": {content["ablations"][0]: {"method.train.lr": 0.3}}}))
@@ -336,7 +336,7 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     for more in ((), ("--show",)):  # the runs are those of the old preset: their values are not the new one's
         code, _, err = command(str(own), "--record", *more, *elsewhere)
         assert (code, err.count("\n")) == (2, 1)
-        assert "is now in method.train.lr: run the item in another results folder" in err
+        assert ") in method.train.lr: run the item in another results folder" in err
 
 
 def test_items_with_the_same_runs_are_recorded_one_by_one(command: Command, results: Path, own: Path) -> None:
@@ -382,7 +382,7 @@ def test_a_record_keeps_its_values_when_an_item_runs_more(command: Command, resu
     found = read(command, *shown)
     assert ("from 9 runs" in found["recorded"], found["missing"]) == (True, [])
     code, _, err = command(str(other), "--show", "--record", *there)  # would lose tab1's
-    assert (code, "has 9 runs, here are 3: delete it" in err) == (2, True)
+    assert (code, "has 9 runs, this folder 3: delete the file" in err) == (2, True)
 
 
 def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, results: Path, own: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, 
     content = json.loads(file.read_bytes())
     file.write_text(json.dumps({**content, "runs": [7, 7]}))
     code, _, err = command(str(own), "--record", "--show", "--results", str(results))
-    assert (code, "has 7 runs, here are 6: delete it" in err) == (2, True)
+    assert (code, "has 7 runs, this folder 6: delete the file" in err) == (2, True)
     changes = (
         {"values": 3}, {"more": 1}, {"hours": None}, {"hours": "x"}, {"ablations": []},
         {"runs": [float("inf"), 1]}, {"runs": [0, 6]},
@@ -409,7 +409,7 @@ def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, 
     [
         (("--record", "--scoreboard"), "give it alone, or with --show"),
         (("--record", "--show"), "none of its runs is done"),
-        (("--record", "seeds=[1]"), "runs that the command line changes are not recorded"),
+        (("--record", "seeds=[1]"), "runs changed by overrides are not recorded"),
         (("--recorded",), "give --show, --list or --scoreboard"),
     ],
 )
