@@ -172,4 +172,4 @@ def test_what_it_cannot_do_is_refused_in_one_line(kinds_config: Make, refused: C
         "method.distillation needs unlabelled inputs, the server's validation data: raise data.validation_share"
     )
     operators = replace(config, space=SpaceConfig("cnn_digits", stage_layers=[4, 4]), tiers=TiersConfig(paths=200))
-    assert refused(operators).startswith("method.architectures: cnn_digits has 43046721 architectures, of which")
+    assert refused(operators).startswith("method.architectures: cnn_digits has 43046721 architectures, too many")
