@@ -21,7 +21,7 @@ from fedloom.experiments.reproduce.items import SCALES
 from fedloom.experiments.reproduce.outcome import Outcome, Row, number_blocks
 from fedloom.platform.results.store import output_folder
 
-MOST_PANELS, MOST_SETTINGS = 4, 7
+MOST_PANELS = 4
 ROOM = 32
 """Letters of tick labels that fit below a panel without rotation."""
 SIDE_BY_SIDE = next(iter(looks([""]).values()))
@@ -56,11 +56,11 @@ def picture(outcome: Outcome) -> Picture | None:
     if not panels:
         return None
     shown = panels[:MOST_PANELS]
-    most = max((len(_settings(rows)) for rows in shown if _is_by_setting(rows)), default=0)
-    figure = new_figure((max(4.6, 0.4 * most) * len(shown), 3.8))
+    widths_in = [_width_in(rows) for rows in shown]
+    figure = new_figure((sum(widths_in), 3.8))
     named = dict.fromkeys(s for rows in shown if not _is_by_setting(rows) for s in _settings(rows))
     drawn = looks(named)
-    for axes, rows in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+    for axes, rows in zip(figure.subplots(1, len(shown), squeeze=False, width_ratios=widths_in)[0], shown, strict=True):
         _panel(axes, rows, drawn)
     if len(named) > 1:
         dots = [legend_line(color=drawn[s][0], marker=drawn[s][1], linestyle="", label=s) for s in named]
@@ -79,9 +79,14 @@ def picture(outcome: Outcome) -> Picture | None:
 
 
 def _settings(rows: Sequence[Row]) -> list[str]:
-    """A panel's settings with measured values: all if they are on the x axis, else at most `MOST_SETTINGS`."""
-    settings = list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))
-    return settings if _is_by_setting(rows) else settings[:MOST_SETTINGS]
+    """A panel's settings with measured values."""
+    return list(dict.fromkeys(row.spot[0] for row in rows if row.measured is not None))
+
+
+def _width_in(rows: Sequence[Row]) -> float:
+    """A panel's width in inches: room for every setting on the x axis, or for its points at every place."""
+    settings, places = len(_settings(rows)), len({row.spot[1] for row in rows})
+    return max(4.6, 0.4 * settings if _is_by_setting(rows) else 0.17 * settings * places)
 
 
 def _is_by_setting(rows: Sequence[Row]) -> bool:
