@@ -82,7 +82,7 @@ def test_damaged_files(shared: Path) -> None:
 
 def test_a_strangers_folder(shared: Path) -> None:
     figures = attack("stranger", shared, "--times", "5")
-    assert figures["refused"] + figures["done"] == 5 * 8
+    assert figures["refused"] + figures["done"] == 5 * 9
 
 
 def test_configurations(tmp_path: Path) -> None:
