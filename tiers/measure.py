@@ -51,7 +51,7 @@ def shapes_only() -> "ShapesOnly":
     return ShapesOnly()
 
 
-def _one_of(x: Any, device: str) -> Any:
+def one_of(x: Any, device: str) -> Any:
     """The first sample of a batch of one or several tensors."""
     return {name: t[:1].to(device) for name, t in x.items()} if isinstance(x, Mapping) else x[:1].to(device)
 
@@ -64,14 +64,14 @@ def _forward_on_meta(module: nn.Module, x: Any) -> int:
     with torch.no_grad(), _evaluation_mode(module):
         try:
             with shapes:
-                functional_call(module, tensors, (_one_of(x, "meta"),))
+                functional_call(module, tensors, (one_of(x, "meta"),))
         except RuntimeError:
             if next(iter(tensors.values())).is_meta and next(module.parameters()).is_meta:
                 raise
             # The module depends on values: it runs for real, with attention as matrix products, which are counted.
             shapes.macs = 0
             with shapes, sdpa_kernel(SDPBackend.MATH):
-                module(_one_of(x, "cpu"))
+                module(one_of(x, "cpu"))
     return shapes.macs
 
 

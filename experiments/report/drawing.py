@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -44,7 +45,6 @@ SERIES = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", INK, "#8C564B
 """Colours of lines without a natural order: those of Okabe & Ito, except for the last, a brown."""
 
 MARKERS = "osD^vPX<>h*"
-"""Eleven, since eight colours and eleven markers give 88 different looks before one repeats."""
 WITHOUT_STAR = MARKERS[:-1]
 """Markers of lines in figures that mark the winners of searches with stars."""
 
@@ -257,8 +257,11 @@ LEGEND_LINE_IN, LEGEND_HANDLE_IN = 0.2, 0.6
 
 
 def looks(names: Iterable[T], colours: Sequence[str] = SERIES, markers: str = MARKERS) -> dict[T, tuple[str, str]]:
-    """A colour and a marker for each of these values, which may be settings' names."""
-    return dict(zip(names, zip(cycle(colours), cycle(markers), strict=False), strict=False))
+    """A colour and a marker for each of these values, which may be settings' names; all pairs before one repeats."""
+    period = math.lcm(len(colours), len(markers))  # then every marker meets another colour
+    return {
+        name: (colours[i % len(colours)], markers[(i + i // period) % len(markers)]) for i, name in enumerate(names)
+    }
 
 
 def legend_text(text: str, width_in: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
     GREY,
     LEGEND_LINE_IN,
-    MARKERS,
-    SERIES,
     legend_below,
     legend_line,
+    looks,
     new_figure,
     quiet,
     with_bars,
@@ -130,7 +128,7 @@ def outcomes_figure(groups: Groups, heads: tuple[str, ...] = ()) -> Figure | Non
 def _means(groups: Groups) -> pd.DataFrame:
     """A row per evaluated setting: name, colour, marker, accuracy (metric, mean) with its interval, and the costs."""
     means: list[dict[str, Any]] = []
-    for (labels, every), colour, marker in zip(groups, cycle(SERIES), cycle(MARKERS), strict=False):
+    for (labels, every), (colour, marker) in zip(groups, looks(range(len(groups))).values(), strict=True):
         rows = every.dropna(subset=["model"])  # the costs of the others cover only a part of the work
         accuracy = estimate_by_seed(rows[METRIC], rows["seeds"])
         if accuracy is None:

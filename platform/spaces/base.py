@@ -24,7 +24,7 @@ from fedloom.platform.spaces.slices import (
     parse_architecture,
 )
 from fedloom.tiers.costs import CostTable
-from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of, parameters_of
+from fedloom.tiers.measure import MEASURES, activation_bytes_of, latency_s_of, macs_of, one_of, parameters_of
 
 # -- the tensors of a module that are exchanged -----------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ def measure_of(name: str) -> Measure:
         case "activation_bytes":
             return Measure(name, activation_bytes_of)
         case "latency_s":
-            return Measure(name, lambda module, x: latency_s_of(module, x).median_s, "cpu")
+            return Measure(name, lambda module, x: latency_s_of(module, one_of(x, "cpu")).median_s, "cpu")
     raise ValueError(f"unknown measure {name!r}: known are {', '.join(MEASURES)}, bytes")
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedloom.platform.data.dataset import Dataset
-from fedloom.platform.data.trees import Tree, mapped
+from fedloom.platform.data.trees import Tree
 from fedloom.platform.plugins import NOT_CAUGHT, PluginError, an, blaming, imported, in_one_line, nearest, place_of
 from fedloom.platform.spaces.base import FixedSpace, Measure, SearchSpace, once, travelling
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, bytes_of
@@ -53,8 +53,8 @@ class WithConstants(SearchSpace):
 
     stacks = False  # a user's `forward` may not work on a batch of clients
     config: SpaceConfig
-    measured_sample: Tree | None = None
-    """A batch of the sample on which costs are measured; None (zeros of the input shape) until the data are known."""
+    batch: Tree | None = None
+    """The batch on whose first sample costs are measured; None (zeros of the input shape) until the data are known."""
 
     @abstractmethod
     def largest_network(self, seed: int) -> nn.Module: ...
@@ -97,8 +97,7 @@ class WithConstants(SearchSpace):
         inputs), has nothing to train, or returns logits that are not (B, classes) for labels (B,), or (B, classes, T)
         for labels (B, T).
         """
-        self.measured_sample = mapped(lambda tensor: tensor[:1], x)
-        module = self.build_subnet(tuple(count - 1 for count in self.options))
+        self.batch, module = x, self.build_subnet(tuple(count - 1 for count in self.options))
         module.load_state_dict(self.initial_weights(torch.Generator().manual_seed(0)), strict=False)
         if not self.parameter_names:
             raise PluginError(f"{self._blame()} has no parameter that needs a gradient: there is nothing to train")
@@ -156,11 +155,11 @@ class WithConstants(SearchSpace):
             return float(bytes_of(travelling(module)))
         module = copy.deepcopy(module).eval()
         module.register_forward_pre_hook(_by_name, with_kwargs=True)
-        return float(measure.of(module, self._one_sample()))
+        return float(measure.of(module, self._batch()))
 
-    def _one_sample(self) -> Any:
-        if self.measured_sample is not None:
-            return self.measured_sample
+    def _batch(self) -> Any:
+        if self.batch is not None:
+            return self.batch
         shapes: Any = self.input_shape
         if isinstance(shapes, Mapping):
             return {name: torch.zeros((1, *shape)) for name, shape in shapes.items()}

@@ -15,7 +15,7 @@ from fedloom.experiments.report.ablation import (
     study_of,
 )
 from fedloom.experiments.report.axes import scale_of
-from fedloom.experiments.report.drawing import legend_below, legend_line, looks, png, with_bars
+from fedloom.experiments.report.drawing import WITHOUT_STAR, legend_below, legend_line, looks, png, with_bars
 from tools.generated_ablation import write_planned
 
 
@@ -123,6 +123,7 @@ def test_eight_lines_have_eight_colours_and_markers() -> None:
     colours, markers = zip(*looks(range(8)).values(), strict=True)
     assert len(set(colours)) == len(set(markers)) == 8
     assert len({*looks(range(88)).values()}) == 88
+    assert len({*looks(range(80), markers=WITHOUT_STAR).values()}) == 80
 
 
 @pytest.mark.parametrize(("labels", "rows"), [(["a rather long name"] * 7, 3), (["mean", "Krum"] * 4, 2), (["a"], 1)])
