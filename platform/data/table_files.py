@@ -29,7 +29,8 @@ ENDINGS = (".csv", ".parquet", ".arrow")
 ROWS = 1024
 """Rows read at a time: a few dozen megabytes of small photographs."""
 INPUT_COLUMNS = Annotated[
-    list[Annotated[str, NOT_EMPTY]] | None, "input columns; null: the images, or all but the label and client columns"
+    list[Annotated[str, NOT_EMPTY]] | None,
+    "input columns; null: the images, or all but the label and client columns and the index of a pandas table",
 ]
 SHAPE = Annotated[list[Annotated[int, ONE_OR_MORE]] | None, "the shape of a row's numbers; null: as in the columns"]
 BLAME = "data set 'table':"
@@ -272,6 +273,16 @@ def _published_names(schema: pa.Schema, column: str) -> list[str] | None:
         return None
 
 
+def _index_columns(schema: pa.Schema) -> set[str]:
+    """The columns that hold the index of a pandas table, which often tells the labels of sorted rows.
+
+    pandas names them in the metadata of Parquet files; its CSV files have a first column without a name.
+    """
+    described = (schema.pandas_metadata or {}).get("index_columns", [])
+    unnamed = {name for name in schema.names if not name or name.startswith("__index_level_")}
+    return unnamed | {name for name in described if isinstance(name, str)}
+
+
 def _image_file(table: Path, name: str | None) -> Path:
     file = table.parent / (name or "")
     if not file.is_file():
@@ -297,7 +308,8 @@ def find_table(path: Path, layout: Layout) -> TableSource:
     schema = _schema(first)
     named = {key: name for key in ("y", "client") if (name := getattr(layout, key)) is not None}
     images = [field.name for field in schema if _is_image(field.type)][:1]
-    x = layout.x or images or [name for name in schema.names if name not in named.values()]
+    others_than_x = {*named.values(), *_index_columns(schema)}
+    x = layout.x or images or [name for name in schema.names if name not in others_than_x]
     for file in (first, *others):
         names = (schema if file == first else _schema(file)).names
         for key, name in [*named.items(), *(("x", name) for name in x)]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -103,6 +104,19 @@ def test_columns_are_in_the_order_in_which_they_are_named(tmp_path: Path) -> Non
     vectors = opened(tmp_path, tmp_path, y="rank", x=["pulse"], shape=[1, 2, 1])
     assert vectors.input_shape == (1, 2, 1)
     assert np.array_equal(stored(vectors, "train")[:, 0, :, 0], np.array(NUMBERS["pulse"].to_pylist(), "f4"))
+
+
+def test_the_index_of_a_pandas_table_is_no_input(tmp_path: Path) -> None:
+    rows = pd.DataFrame({"age": range(10), "label": ["a", "b"] * 5})
+    rows.sample(frac=1, random_state=0).to_parquet(tmp_path / "shuffled.parquet")
+    rows.rename_axis("patient").set_index("age", append=True).to_parquet(tmp_path / "named.parquet")
+    rows.to_csv(tmp_path / "t.csv")
+    assert pq.read_schema(tmp_path / "shuffled.parquet").names == ["age", "label", "__index_level_0__"]
+    assert opened(tmp_path, tmp_path / "shuffled.parquet").input_shape == (1,)
+    assert opened(tmp_path, tmp_path / "t.csv").input_shape == (1,)
+    with pytest.raises(PluginError, match=r"named.parquet has no column of inputs beside label"):
+        opened(tmp_path, tmp_path / "named.parquet")
+    assert opened(tmp_path, tmp_path / "named.parquet", x=["age"]).input_shape == (1,)
 
 
 @pytest.mark.parametrize("has_parts", [True, False])
