@@ -4,7 +4,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -118,8 +118,8 @@ class TableSource(Source):
         self.files, self.layout = files, layout
         holds = schema.field(layout.x[0]).type
         is_alone = len(layout.x) == 1
-        self._names_files = is_alone and pa.types.is_string(holds)
-        if self._names_files or (is_alone and (pa.types.is_binary(holds) or _is_image(holds))):
+        self._names_files = is_alone and _holds(holds, TEXTS)
+        if self._names_files or (is_alone and (_holds(holds, BYTES) or _is_image(holds))):
             self.scale = 255
         else:
             self.kind = "features"
@@ -237,6 +237,9 @@ class TableSource(Source):
 
 
 LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+# pandas and Polars write the large types.
+TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
 NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
 
 
@@ -258,6 +261,12 @@ def _stacked(file: Path, name: str, column: pa.Array) -> AnyArray:
             f"{where} lacks values, or has infinite ones: fill them in, or leave it out of data.options.x"
         )
     return values.reshape(shape)
+
+
+def _holds(holds: pa.DataType, kinds: Sequence[Callable[[pa.DataType], bool]]) -> bool:
+    """Whether a column holds values of one of these kinds, written out or as indices into distinct values."""
+    values = holds.value_type if pa.types.is_dictionary(holds) else holds
+    return any(is_kind(values) for is_kind in kinds)
 
 
 def _is_image(holds: pa.DataType) -> bool:

@@ -168,6 +168,23 @@ def test_a_table_that_names_image_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([f"{row}.png" for row in range(12)], pa.large_string()),
+        pa.array([f"{row}.png" for row in range(12)]).dictionary_encode(),
+        pa.array([encoded(pixels) for pixels in PIXELS], pa.large_binary()),
+    ],
+    ids=["pandas", "categories", "polars"],
+)
+def test_images_in_columns_of_other_types_of_texts_and_bytes(tmp_path: Path, column: pa.Array) -> None:
+    for row, pixels in enumerate(PIXELS):
+        (tmp_path / f"{row}.png").write_bytes(encoded(pixels))
+    pq.write_table(pa.table({"file": column, "label": [0, 1] * 6}), tmp_path / "train.parquet")
+    pq.write_table(pa.table({"file": column, "label": [0, 1] * 6}), tmp_path / "test.parquet")
+    assert np.array_equal(stored(opened(tmp_path, tmp_path), "train")[:, 2], PIXELS)
+
+
+@pytest.mark.parametrize(
     ("content", "options", "message"),
     [
         ("a,label\n1,x\n", {"y": "class"}, r"t.csv has no column class: choose data.options.y of a, label"),
