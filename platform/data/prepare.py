@@ -94,6 +94,12 @@ def _labelled(config: DataConfig, source: Source, folder: Path) -> Content:
         y, clients = source.labels(part), source.clients(part)
         rows = _rows(config.dataset, part, len(y), samples, partial(stratified_rows, y))
         arrays[f"{part}_x"] = write_array(folder / f"{part}_x.npy", source.pieces(part, rows), len(rows))
+        shape, expected = arrays[f"{part}_x"].shape[1:], arrays["train_x"].shape[1:]
+        if shape != expected:
+            raise ValueError(
+                f"data.dataset={config.dataset}: a sample of the train part has shape {expected}, one of the {part} "
+                f"part {shape}; they must be alike"
+            )
         arrays[f"{part}_y"] = y[rows]
         if clients is not None:
             arrays[f"{part}_client"] = clients[rows]

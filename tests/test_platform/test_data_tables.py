@@ -153,6 +153,14 @@ def test_what_datasets_itself_saves(tmp_path: Path) -> None:
     assert np.array_equal(stored(data, "test")[:, 0], PIXELS[:8])
 
 
+def test_both_parts_hold_samples_of_one_shape(tmp_path: Path) -> None:
+    for part, length in (("train", 3), ("test", 4)):
+        pq.write_table(pa.table({"v": [[0.5] * length] * 4, "label": [0, 1] * 2}), tmp_path / f"{part}.parquet")
+    with pytest.raises(ValueError, match=r"a sample of the train part has shape \(3,\), one of the test part \(4,\)"):
+        opened(tmp_path, tmp_path)
+    assert [*(tmp_path / "cache").iterdir()] == [], "a second try must not find what the first one wrote"
+
+
 def test_a_table_that_names_image_files(tmp_path: Path) -> None:
     for row, pixels in enumerate(PIXELS):
         (tmp_path / f"{row}.png").write_bytes(encoded(pixels))
