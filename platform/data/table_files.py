@@ -123,6 +123,10 @@ class TableSource(Source):
             self.scale = 255
         else:
             self.kind = "features"
+        ineffective, contents = (("shape",), "images") if self.kind == "image" else (("size", "grey"), "numbers")
+        for key in ineffective:
+            if getattr(layout, key):
+                raise PluginError(f"{BLAME} data.options.{key} has no effect on columns of {contents}: leave it out")
         self.class_names, self._labels = self._codes(layout.y, _published_names(schema, layout.y))
         self._clients: dict[str, IntArray] = {}
         if layout.client is not None:

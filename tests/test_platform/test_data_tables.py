@@ -212,6 +212,8 @@ def test_images_in_columns_of_other_types_of_texts_and_bytes(tmp_path: Path, col
             {"shape": [2]},
             r"a row of .*t.csv has 1 numbers: data.options.shape must",
         ),
+        ("a,label\n1,x\n", {"grey": True}, r"data.options.grey has no effect on columns of numbers: leave it out"),
+        ("a,label\nb,x\n", {"shape": [1]}, r"data.options.shape has no effect on columns of images: leave it out"),
         ("", {}, r"t.csv cannot be read \(Empty CSV file\)"),
         (None, {}, r"t.csv is no table and has none: data.options.path is a file \(.csv, .parquet, .arrow\)"),
     ],
