@@ -196,11 +196,14 @@ def mean_and_std(x_NCHW: ByteArray, scale: float) -> tuple[list[float], list[flo
 def mean_and_std_of_floats(x: AnyArray, scale: float) -> tuple[list[float], list[float]]:
     """Like `mean_and_std` for floats (n, channels, ...), summed in double precision and in order."""
     n, total, squares = 0, np.zeros(x.shape[1]), np.zeros(x.shape[1])
+    least, most = np.full(x.shape[1], np.inf), np.full(x.shape[1], -np.inf)
     others = (0, *range(2, x.ndim))
     for start in range(0, len(x), CHUNK):
         values = x[start : start + CHUNK].astype(np.float64) / scale
         n += values.size // x.shape[1]
         total, squares = total + values.sum(axis=others), squares + np.square(values).sum(axis=others)
+        least, most = np.minimum(least, values.min(axis=others)), np.maximum(most, values.max(axis=others))
     mean = total / n
-    variance = np.maximum(squares / n - np.square(mean), 0.0)
+    # Rounding leaves many constants a tiny variance, by which their values would be divided.
+    variance = np.where(least < most, np.maximum(squares / n - np.square(mean), 0.0), 0.0)
     return mean.tolist(), np.where(variance > 0, np.sqrt(variance), 1.0).tolist()

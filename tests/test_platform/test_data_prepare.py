@@ -22,7 +22,7 @@ from fedloom.platform.data.augment import crop_flip
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset, TestGuard, TestReadError
 from fedloom.platform.data.partition import prepare_partition
-from fedloom.platform.data.prepare import mean_and_std, prepare_dataset
+from fedloom.platform.data.prepare import mean_and_std, mean_and_std_of_floats, prepare_dataset
 
 
 def digits(cache: Path, **options: Any) -> DataConfig:
@@ -34,6 +34,13 @@ def test_mean_and_std_literal() -> None:
     mean, std = mean_and_std(x, scale=4)
     assert mean == [0.5, 1.25]
     assert std == [pytest.approx(2**0.5 / 4), 1.0]
+
+
+def test_mean_and_std_of_floats_literal() -> None:
+    x = np.array([[1.0, 0.1], [3.0, 0.1]] * 500, dtype=np.float32)  # sums of .1 are rounded
+    mean, std = mean_and_std_of_floats(x, scale=2)
+    assert mean == [1.0, pytest.approx(0.05)]
+    assert std == [0.5, 1.0]
 
 
 def test_prepared_arrays_and_description(tmp_path: Path) -> None:
