@@ -217,7 +217,7 @@ def _class_names(arrays: Arrays, parts: Sequence[_Part], blame: str) -> tuple[st
     names = tuple(map(str, arrays.class_names)) if arrays.class_names is not None else None
     count = len(names) if names is not None else greatest + 1
     for _, what, held in classes:
-        values = held[held != IGNORED_LABEL] if tokens else held
+        values = held[held != IGNORED_LABEL] if tokens and what == "labels" else held
         if values.size and not (values.min() >= 0 and values.max() < count):
             raise PluginError(f"{blame} has {what} {values.min()} to {values.max()}: expected 0 to {count - 1}")
     return names if names is not None else tuple(map(str, range(count)))

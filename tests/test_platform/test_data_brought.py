@@ -153,6 +153,7 @@ FLOATS = RNG.normal(size=(50, 4))
         (Arrays((IMAGES,)), r"train is tuple: give \(inputs, labels\)"),
         (Arrays((IMAGES[:0], LABELS[:0])), "train has no samples"),
         (Arrays((IMAGES, LABELS - 1)), "has labels -1 to 3: expected 0 to 3"),
+        (Arrays(([[0, 1, -100]] * 9, [[1, 2, -100]] * 9)), "has tokens -100 to 1: expected 0 to 2"),
         (Arrays((IMAGES, LABELS), class_names=["a", "b"]), "has labels 0 to 4: expected 0 to 1"),
         (Arrays((IMAGES, LABELS.astype(float))), "labels are float64 .*give whole numbers"),
         (Arrays((np.where(np.arange(200).reshape(50, 4) == 7, np.nan, FLOATS), LABELS)), "inputs hold NaN or infinity"),
