@@ -313,8 +313,8 @@ class StoredSamples:
 
     @property
     def labels(self) -> Tensor:
-        """The labels (n,) of all samples, in main memory; not for texts, whose labels are as large as the inputs."""
-        labels = torch.from_numpy(self.dataset.labels(self.part)[self.indices])
+        """The labels (n,) of all samples, int64 and in main memory; not for texts, which have as many as inputs."""
+        labels = torch.from_numpy(_as_computed(self.dataset.labels(self.part)[self.indices]))
         return labels if self.label_map is None else self.label_map.cpu()[labels]
 
     def tensors(self, rows: slice | IntArray = slice(None)) -> tuple[Tree, Tree]:

@@ -1,5 +1,6 @@
 """Data sets that a user brings: functions of arrays, `.npz`, folders of images, and torchvision's own."""
 
+import json
 import struct
 import sys
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from fedloom.platform.clients.evaluation import confusion
 from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.dataset import Dataset, StoredSamples
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
@@ -122,6 +125,16 @@ def test_tokens_with_a_vocabulary(brought: Callable[..., DataConfig]) -> None:
         opened(brought(Arrays((tokens, following))))
     with pytest.raises(ValueError, match=r"data.balanced_classes=true: .* has no class labels to draw by; must be f"):
         opened(replace(config, balanced_classes=True))
+
+
+def test_classes_stored_as_bytes_are_counted_as_whole_numbers(brought: Callable[..., DataConfig]) -> None:
+    classes = np.arange(30, dtype=np.uint8)  # 29 * 30 does not fit into a byte
+    data = Dataset.open(prepare_dataset(brought(Arrays(({"a": FLOATS[:30]}, classes), ({"a": FLOATS[:30]}, classes)))))
+    samples = StoredSamples(data, "test", np.arange(30))
+    matrix = confusion([torch.arange(30)], samples.labels, data.class_names, "m", "0")
+    assert [json.loads(str(m.detail)) for m in matrix] == [[str(k), str(k)] for k in range(30)]
+    halves = replace(samples, label_map=torch.arange(30) // 15)
+    assert halves.labels.tolist() == [0] * 15 + [1] * 15
 
 
 def test_the_content_decides_and_not_the_place(brought: Callable[..., DataConfig]) -> None:
