@@ -307,6 +307,10 @@ def test_folders_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)).save(tmp_path / "pets" / "train" / "cat" / "9.png")
     with pytest.raises(ValueError, match=r"9.png has shape \(4, 4, 3\); expected \(5, 5, 3\)"):
         prepare_dataset(config)
+    deep = np.full((5, 5), 300, dtype=np.uint16)
+    Image.fromarray(deep).save(tmp_path / "pets" / "train" / "cat" / "9.png")
+    with pytest.raises(ValueError, match=r"9.png has more than 8 bits per pixel: convert it to 8 bits"):
+        prepare_dataset(config)
     with pytest.raises(ValueError, match=r"data.options.path is missing: give a text .an option of data set folder"):
         prepare_dataset(DataConfig(dataset="folder", cache=str(tmp_path / "c")))
 
