@@ -160,11 +160,12 @@ def _subfolders(folder: Path) -> tuple[str, ...]:
 
 
 def list_images(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> Listing:
-    """The images of a class; empty if the folder does not exist."""
+    """The images of a class without hidden files, which macOS adds; empty if the folder does not exist."""
     if not folder.is_dir():
         return ()
     with os.scandir(folder) as entries:
-        return tuple(sorted((e.name, e.stat().st_size) for e in entries if e.name.lower().endswith(tuple(suffixes))))
+        images = [e for e in entries if e.name.lower().endswith(tuple(suffixes)) and not e.name.startswith(".")]
+        return tuple(sorted((e.name, e.stat().st_size) for e in images))
 
 
 # -- CINIC-10 as its authors publish it: one folder per part and class (Darlow et al. 2018) ---------------------------

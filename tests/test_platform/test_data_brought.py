@@ -277,11 +277,13 @@ def write_images(folder: Path, parts: tuple[str, ...], size: int = 5) -> None:
 @pytest.mark.parametrize("parts", [("train", "test"), ("",)])
 def test_folders_of_images(tmp_path: Path, parts: tuple[str, ...]) -> None:
     write_images(tmp_path / "pets", parts)
+    (tmp_path / "pets" / parts[0] / "cat" / "._0.png").write_bytes(b"of macOS")
     options = {"path": str(tmp_path / "pets")}
     config = DataConfig(dataset="folder", cache=str(tmp_path / "c"), num_clients=2, options=options)
     data = opened(config).dataset
     assert data.class_names == ("cat", "dog")
-    assert data.num_samples("train"), data.num_samples("test") == (10, 10) if parts == ("train", "test") else (8, 2)
+    expected = (10, 10) if parts == ("train", "test") else (8, 2)
+    assert (data.num_samples("train"), data.num_samples("test")) == expected
     x = np.load(data.path / "train_x.npy")
     assert x.shape[1:] == (3, 5, 5)
     assert (x[:, 0, 0, 0] // 40 == data.labels("train")).all()
