@@ -18,7 +18,6 @@ from fedloom.platform.data.tokens import IGNORED_LABEL, TokenPart, TokenSource
 from fedloom.platform.plugins import PluginError, blaming
 
 CHUNK_BYTES = 1 << 26
-FEWEST_TO_HOLD_OUT = 5
 COLOURS = (1, 3, 4)
 """Numbers of channels that distinguish the channel dimension of an image from height and width."""
 
@@ -103,7 +102,7 @@ def source_of(returned: Any, name: str) -> "Source | TokenSource | TreeArrays":
 def _checked(arrays: Arrays, blame: str) -> "Source | TokenSource | TreeArrays":
     train = _part(arrays.train, f"{blame}: train")
     if arrays.test is None:
-        train, test = _held_out(train)
+        train, test = _held_out(train, blame)
     else:
         test = _part(arrays.test, f"{blame}: test")
     if (held := _described(test)) != (wanted := _described(train)):
@@ -196,13 +195,13 @@ def _chunks(array: AnyArray) -> Iterator[AnyArray]:
     return (array[start : start + step] for start in range(0, len(array), step))
 
 
-def _held_out(part: _Part) -> tuple[_Part, _Part]:
+def _held_out(part: _Part, blame: str) -> tuple[_Part, _Part]:
     labels = part.labels
     if labels is None:
         labels = np.zeros(len(next(iter(part.arrays.values()))), np.int64)
-    if len(labels) < FEWEST_TO_HOLD_OUT or (labels.ndim == 1 and labels.min() < 0):
+    if labels.ndim == 1 and labels.min() < 0:
         return part, part  # `_class_names` rejects invalid labels
-    rest, test = held_out(labels.astype(np.int64))
+    rest, test = held_out(labels.astype(np.int64), blame)
     return part.at(rest), part.at(test)
 
 

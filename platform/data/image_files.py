@@ -111,7 +111,8 @@ class FolderSource(Source):
             folder = part if part in self.listings else ""
             sizes = [len(listing) for listing in self.listings[folder]]
             labels, places = np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes])
-            rows = np.arange(len(labels)) if folder == part else held_out(labels)[PARTS.index(part)]
+            blame = f"data set 'folder': {self.folder}"
+            rows = np.arange(len(labels)) if folder == part else held_out(labels, blame)[PARTS.index(part)]
             self._parts[part] = folder, labels[rows], places[rows]
         return self._parts[part]
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray
+from fedloom.platform.plugins import PluginError
 from fedloom.platform.seeding import stream
 
 LABEL_SETS_FILE = "label_sets.json"
@@ -94,12 +95,15 @@ def stratified_rows(labels: IntArray, samples: int, rng: np.random.Generator) ->
     return np.sort(np.concatenate(chosen))
 
 
-def held_out(labels: IntArray) -> tuple[IntArray, IntArray]:
+def held_out(labels: IntArray, blame: str) -> tuple[IntArray, IntArray]:
     """Training rows and test rows (a fifth of each class), independent of the run's seed.
 
-    Labels are (n,); for text (n, T) the sub-sample is uniform.
+    Labels are (n,); for text (n, T) the sub-sample is uniform. Raises PluginError, which begins with `blame`, if there
+    are too few for a test row.
     """
     count, rng = round(HELD_OUT_SHARE * len(labels)), stream(0, "held out")
+    if not count:
+        raise PluginError(f"{blame} has too few samples to hold a fifth out for testing ({len(labels)}): give more")
     test = stratified_rows(labels, count, rng) if labels.ndim == 1 else uniform_rows(len(labels), count, rng)
     return np.setdiff1d(np.arange(len(labels)), test), test
 

@@ -133,7 +133,8 @@ class TableSource(Source):
             self.client_names, self._clients = self._codes(layout.client)
         self._rows = {part: (part, np.arange(len(self._labels[part]))) for part in files}
         if "" in files:
-            self._rows = {p: ("", rows) for p, rows in zip(PARTS, held_out(self._labels[""]), strict=True)}
+            rows_of_parts = held_out(self._labels[""], f"{BLAME} {files[''][0]}")
+            self._rows = {p: ("", rows) for p, rows in zip(PARTS, rows_of_parts, strict=True)}
         for part, (of_files, rows) in self._rows.items():
             if not len(rows):
                 raise PluginError(f"{BLAME} {files[of_files][0]} has no rows for {part}: give more")

@@ -165,6 +165,7 @@ FLOATS = RNG.normal(size=(50, 4))
         (Arrays((IMAGES, LABELS, LABELS[:3])), "train has 50 inputs and 3 clients: one for each"),
         (Arrays((IMAGES,)), r"train is tuple: give \(inputs, labels\)"),
         (Arrays((IMAGES[:0], LABELS[:0])), "train has no samples"),
+        (Arrays((IMAGES[:2], LABELS[:2])), r"has too few samples to hold a fifth out for testing \(2\): give more"),
         (Arrays((IMAGES, LABELS - 1)), "has labels -1 to 3: expected 0 to 3"),
         (Arrays(([[0, 1, -100]] * 9, [[1, 2, -100]] * 9)), "has tokens -100 to 1: expected 0 to 2"),
         (Arrays((IMAGES, LABELS), class_names=["a", "b"]), "has labels 0 to 4: expected 0 to 1"),

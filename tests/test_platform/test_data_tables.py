@@ -205,7 +205,7 @@ def test_images_in_columns_of_other_types_of_texts_and_bytes(tmp_path: Path, col
         ),
         ("a,label\n1,x\n,y\n,y\n", {}, r"column a of .*t.csv lacks values, or has infinite ones: fill them in"),
         ("a,label\n1,x\n2,\n", {}, r"column label of .*t.csv lacks values: give one for every row"),
-        ("a,label\n1,x\n", {}, r"has no rows for test: give more"),
+        ("a,label\n1,x\n", {}, r"t.csv has too few samples to hold a fifth out for testing \(1\): give more"),
         ("label\nx\n", {}, r"t.csv has no column of inputs beside label"),
         (
             "a,label\n1,x\n2,y\n3,y\n",
