@@ -512,6 +512,7 @@ class ParquetSource(Source):
 
 LABEL_ATTRIBUTES = ("targets", "labels", "_labels", "y")
 """The attributes in which torchvision's data sets store their labels."""
+TRAIN_SPLITS = ("train", "trainval")
 TEST_SPLITS = ("test", "val", "valid")
 IMAGE_SIDE = Interval(ge=1, le=10_000)
 """The side lengths, in pixels, to which images may be scaled."""
@@ -542,31 +543,45 @@ def torchvision_set(
     kind = getattr(torchvision_datasets(), name, None)
     if not inspect.isclass(kind):
         raise PluginError(f"{blame}: torchvision.datasets has no {name!r}")
-    parameters = inspect.signature(kind).parameters
+    parameters = _parameters_of(kind)
     keywords: dict[str, Any] = {"split": split} if split is not None else {}
     if "download" in parameters:
         keywords["download"] = config.download
     if "train" in parameters:
         choices: dict[str, list[dict[str, Any]]] = {part: [{"train": part == "train"}] for part in PARTS}
     elif key := next((k for k in ("split", "image_set") if k in parameters and k not in keywords), ""):
-        choices = {"train": [{key: "train"}], "test": [{key: split} for split in TEST_SPLITS]}
+        choices = {"train": [{key: split} for split in TRAIN_SPLITS], "test": [{key: split} for split in TEST_SPLITS]}
     else:
         raise PluginError(f"{blame}: it does not say which of its samples train; use data.dataset=folder or npz")
     root, parts = data_root(config), {}
     for part, options_of_part in choices.items():
-        problem = ""
+        problem: Exception | None = None
         for options in options_of_part:
             try:
                 parts[part] = cast(Any, kind)(str(root), **options, **keywords)
                 break
             except (ValueError, TypeError, RuntimeError, OSError) as error:
-                problem = problem or in_one_line(error).partition(" (line ")[0]
-        else:
+                # A split that the data set does not have is a ValueError, missing files are not.
+                if problem is None or (isinstance(problem, ValueError) and not isinstance(error, ValueError)):
+                    problem = error
+        if problem is not None and part not in parts:
+            shown = in_one_line(problem).partition(" (line ")[0]
             download = "" if config.download else ", or set data.download=true"
             raise PluginError(
-                f"{blame} cannot be opened in {root}: {problem}; set data.root to where its files lie{download}"
+                f"{blame} cannot be opened in {root}: {shown}; set data.root to where its files lie{download}"
             )
     return TorchvisionSource(name, parts, size)
+
+
+def _parameters_of(kind: type) -> set[str]:
+    """The parameters of a class, with those of its bases to which it passes keywords on, as EMNIST does."""
+    names = set[str]()
+    for base in kind.__mro__:
+        parameters = inspect.signature(base).parameters
+        names.update(parameters)
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+            break
+    return names
 
 
 class TorchvisionSource(Source):

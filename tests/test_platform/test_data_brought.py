@@ -344,10 +344,24 @@ def test_a_set_of_torchvision_from_its_files(tmp_path: Path) -> None:
     assert data.labels("train").tolist() == y.tolist()
 
 
+def test_a_set_of_torchvision_whose_base_class_is_told_the_part(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        raw = tmp_path / "EMNIST" / "raw" / f"emnist-letters-{part}"
+        write_idx(raw.with_name(f"{raw.name}-images-idx3-ubyte"), np.zeros((30, 28, 28), dtype=np.uint8))
+        write_idx(raw.with_name(f"{raw.name}-labels-idx1-ubyte"), 1 + np.arange(30) % (26 if part == "train" else 2))
+    config = DataConfig(
+        dataset="torchvision:EMNIST", root=str(tmp_path), cache=str(tmp_path / "c"), options={"split": "letters"}
+    )
+    data = Dataset.open(prepare_dataset(config))
+    assert (data.class_names[:3], data.num_classes) == (("N/A", "a", "b"), 27)
+    assert (data.labels("train").max(), data.labels("test").max()) == (26, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("FashionMNIST", r"'torchvision:FashionMNIST' cannot be opened in .*not found.*or set data.download=true"),
+        ("OxfordIIITPet", r"'torchvision:OxfordIIITPet' cannot be opened in .*not found.*or set data.download=true"),
         ("FashionMINST", r"torchvision.datasets has no 'FashionMINST'"),
         ("ImageFolder", r"'torchvision:ImageFolder': it does not say which of its samples train; use data.dataset=f"),
     ],
