@@ -148,6 +148,9 @@ Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 NO_AUGMENTATION = ComponentSpec("none")
 PADDING = 4
+RANDAUGMENT = "crop_flip_randaugment_cutout"
+FAR = 10.0
+"""Values beyond, where black is 0 and white 1, are no pixels: noise (`data.noise`) does not get there, 255 does."""
 
 
 def crop_flip(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
@@ -247,15 +250,33 @@ def crop_flip_randaugment_cutout(
     Source: RandAugment (Cubuk et al. 2020) with torchvision's operations; FedorAS trains its supernet with (2, 9).
     Raises ValueError without `black` and `white`, which convert between normalised values and pixels.
     """
-    if black is None or white is None:
-        raise ValueError("data.augment=crop_flip_randaugment_cutout needs images of pixels: the data set has none")
+    low, high = upload(_black_and_white(black, white), x_BCHW.device)
     x_BCHW = crop_flip(x_BCHW, generator)
-    low, high = upload(torch.tensor([black, white]).view(2, -1, 1, 1), x_BCHW.device)
     pixels = ((x_BCHW - low) / (high - low) * 255).round_().clamp_(0, 255).to(torch.uint8)
     transform = Operators.of(magnitude, *x_BCHW.shape[2:])
     for drawn_B in torch.randint(0, transform.count, (operations, len(pixels)), generator=generator):
         pixels = transform.applied(pixels, drawn_B)
     return cut_out(pixels.to(x_BCHW.dtype).div_(255).mul_(high - low).add_(low), generator, length)
+
+
+def _black_and_white(black: Sequence[float] | None, white: Sequence[float] | None) -> Tensor:
+    """Both as a tensor (2, C, 1, 1)."""
+    if black is None or white is None:
+        raise ValueError(f"data.augment={RANDAUGMENT} needs images of pixels: the data set has none")
+    return torch.tensor([[*black], [*white]]).view(2, -1, 1, 1)
+
+
+def _check_pixels(x_BCHW: Tensor, black: Sequence[float] | None, white: Sequence[float] | None) -> None:
+    """Raises ValueError without black and white, or for values so far from them that bytes cannot hold the images."""
+    low, high = _black_and_white(black, white)
+    values = (x_BCHW - low) / (high - low)
+    least, most = float(values.min()), float(values.max())
+    if least < -FAR or most > FAR:
+        raise ValueError(
+            f"data.augment={RANDAUGMENT} takes pixels from 0 (black) to 1 (white), and the data set has values from "
+            f"{least:.3g} to {most:.3g}: bring images as bytes, or set data.options.black and data.options.white to "
+            "the normalised values of both"
+        )
 
 
 @dataclass(frozen=True)
@@ -375,7 +396,9 @@ COLOURS = ("black", "white")
 def coloured(choice: ComponentSpec, colours: Sequence[Sequence[float]]) -> ComponentSpec:
     """The augmentation with options `black` and `white`, if not configured, set to the data set's normalised values."""
     parameters = AUGMENTATIONS.options_of(choice.name)
-    colours_by_name = {name: list(value) for name, value in zip(COLOURS, colours, strict=True) if name in parameters}
+    # Inputs that are not normalised have no colours.
+    named = zip(COLOURS, colours, strict=True)
+    colours_by_name = {name: list(value) for name, value in named if name in parameters and value}
     configured = {name: value for name, value in choice.options if value is not None}
     return (
         replace(choice, options=tuple(sorted({**colours_by_name, **configured}.items()))) if colours_by_name else choice
@@ -410,6 +433,9 @@ def check_augmentation(choice: ComponentSpec, inputs: Tree) -> None:
             augment(x_B.clone(), torch.Generator().manual_seed(0))
         elif x_B.dim() != 4:
             raise ValueError(f"data.augment={choice.name} is for images: the data set has none; use none")
+        elif choice.name == RANDAUGMENT:
+            options = {**dict.fromkeys(COLOURS), **dict(choice.options)}
+            _check_pixels(x_B, *(options[colour] for colour in COLOURS))
         return
     result = augment(x_B.clone(), torch.Generator().manual_seed(0))
     if not isinstance(result, Tensor) or result.shape != x_B.shape or result.dtype != x_B.dtype:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.data.augment import (
-    AUGMENTATIONS,
     Operators,
     augmentation,
     check_augmentation,
@@ -159,7 +158,17 @@ def test_colours_are_those_of_the_data_set(images: tuple[Dataset, Tensor]) -> No
 
 def test_features_have_no_pixels() -> None:
     with pytest.raises(ValueError, match="needs images of pixels: the data set has none"):
-        AUGMENTATIONS.make(ComponentSpec(RANDOM))(torch.zeros(2, 3, 8, 8), seeded())
+        check_augmentation(coloured(ComponentSpec(RANDOM), ([], [])), torch.zeros(2, 3, 8, 8))
+
+
+def test_numbers_far_from_black_and_white_are_no_pixels() -> None:
+    values = torch.linspace(0, 255, 2 * 64).view(2, 1, 8, 8)
+    normalised = (values - 127.5) / 74
+    with pytest.raises(
+        ValueError, match=r"takes pixels from 0 \(black\) to 1 \(white\), .* from 0 to 255: bring images"
+    ):
+        check_augmentation(coloured(ComponentSpec(RANDOM), ([-127.5 / 74], [-126.5 / 74])), normalised)
+    check_augmentation(coloured(ComponentSpec(RANDOM), ([-127.5 / 74], [127.5 / 74])), normalised)
 
 
 # -- per stage --------------------------------------------------------------------------------------------------------
