@@ -1,6 +1,7 @@
 """Data sets as arrays: the return value of a user's own data set function, and `.npz` files of NumPy."""
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -8,6 +9,7 @@ from hashlib import sha256
 from numbers import Real
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -367,7 +369,7 @@ def read_npz(path: Path) -> Arrays:
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise PluginError(f"{blame} not found; set data.options.path") from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
         raise PluginError(f"{blame} is not a file of arrays ({error}); write it with numpy.savez") from error
 
     def tree(name: str) -> ArrayTree | None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -68,7 +69,7 @@ def batches(
 
     `types` are the types of a CSV file's columns, because those inferred from its beginning may not fit the rest.
     """
-    try:
+    with _reading(file):
         if file.suffix == ".csv":
             convert = pyarrow.csv.ConvertOptions(include_columns=columns or [], column_types=types or {})
             yield from pyarrow.csv.open_csv(file, convert_options=convert)
@@ -79,6 +80,12 @@ def batches(
             with pa.memory_map(str(file)) as mapped:
                 for batch in pa.ipc.open_stream(mapped):
                     yield batch if columns is None else batch.select(columns)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (pa.ArrowException, OSError) as error:
         problem = str(error).splitlines()[0]
         raise PluginError(
@@ -338,7 +345,8 @@ def find_table(path: Path, layout: Layout) -> TableSource:
 
 def _schema(file: Path) -> pa.Schema:
     if file.suffix == ".parquet":
-        return pq.read_schema(file)
+        with _reading(file):
+            return pq.read_schema(file)
     for batch in batches(file):
         return batch.schema
     raise PluginError(f"{BLAME} {file} has no rows")

@@ -252,6 +252,8 @@ def test_npz_files(tmp_path: Path, arrays: dict[str, Any]) -> None:
     [
         (None, r"faces.npz not found; set data.options.path"),
         (b"PK rubbish", r"faces.npz is not a file of arrays"),
+        (b"", r"faces.npz is not a file of arrays \(No data left in file\)"),
+        (b"PK\x03\x04 of which the rest is missing", r"faces.npz is not a file of arrays \(File is not a zip file\)"),
         ({"a": IMAGES}, r"faces.npz has a: expected train_x and train_y, or x and y"),
         ({"x": np.array([object()]), "y": LABELS}, r"faces.npz is not a file of arrays .*Object arrays"),
     ],

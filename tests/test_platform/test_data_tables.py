@@ -226,6 +226,12 @@ def test_bad_tables_are_one_line(tmp_path: Path, content: str | None, options: A
     assert "\n" not in str(caught.value)
 
 
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_bytes(b"PAR1 of which the rest is missing PAR1")
+    with pytest.raises(PluginError, match=r"t.parquet cannot be read \(Parquet file size is 38 bytes"):
+        opened(tmp_path, tmp_path / "t.parquet")
+
+
 def test_bad_columns_are_one_line(tmp_path: Path) -> None:
     table = pa.table({"v": [[1.0], [1.0, 2.0]], "s": [[1, 2], [3, 4]], "label": [0.5, 1.0], "class": ["a", "b"]})
     table = pa.concat_tables([table] * 3)
