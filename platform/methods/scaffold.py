@@ -64,10 +64,11 @@ class Scaffold(LocalRule):
         return LinearCorrection(drift, steps=(steps,))
 
     def end(self, client: LocalClient) -> None:
-        """Keeps c_i+ and sends c_i+ - c_i; a tensor that no step has reached keeps its c_i."""
+        """Keeps c_i+ and sends c_i+ - c_i; a tensor that no step has reached or moved keeps its c_i."""
         gradient_at_x, steps = client.notes
         for name, parameter in client.parameters.items():
-            if not steps[name]:
+            # Where a cosine ends at a rate of 0, option II would divide 0 by 0.
+            if not steps[name] or (self.option != 1 and not client.local.lr):
                 continue
             control = client.kept(OWN, name)
             if self.option == 1:

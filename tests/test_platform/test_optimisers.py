@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,13 @@ def test_scaffold_with_the_gradient_at_x_by_hand() -> None:
     assert after_round(federation, "own") == [1.5, 0.0, -4.0, -2.0]  # the gradients at 0
     # Corrected by -2 and by +2 both go 1.5 -> 1.75 -> 1.875; the gradients at 1.5 are 1.5 and -2.5.
     assert after_round(federation, "own") == [1.875, 1.5, -2.5, -0.5]
+
+
+def test_scaffolds_clients_keep_what_they_have_where_a_cosine_ends_at_a_rate_of_zero() -> None:
+    federation = two_clients("scaffold", (2, 2))
+    federation.round([0, 1])
+    federation.problem = replace(federation.problem, lr=0.0)
+    assert after_round(federation, "own") == [1.5, 0.0, -3.0, -1.5]
 
 
 def test_feddyn_by_hand() -> None:
