@@ -573,9 +573,13 @@ def remaining_of(state: RunState) -> Subspace:
 
 
 def restricted_to_remaining(state: RunState, space: HasSubspaces) -> RunState:
-    """The state without the weights of removed operators."""
-    weights = state.weights(SUPERNET)
-    return state.with_group(SUPERNET, {name: weights[name] for name in space.subspace_slices(remaining_of(state))})
+    """The state without the weights of removed operators and of architecture parameters.
+
+    The tensors that a local rule shares (`SLOT/TENSOR`, such as SCAFFOLD's control variates) go with their weights.
+    """
+    names = space.subspace_slices(remaining_of(state)).keys()
+    weights = {name: t for name, t in state.weights(SUPERNET).items() if name.rpartition("/")[2] in names}
+    return state.with_group(SUPERNET, weights)
 
 
 def train_remaining(

@@ -129,6 +129,25 @@ def test_a_decision_of_the_server_holds_for_all_from_the_next_round_on(make_conf
     assert rows[rows.split == "test"].stage.unique().tolist() == ["evaluation"]
 
 
+@pytest.mark.parametrize("name", ["global_nas", "fednas"])
+def test_what_a_local_rule_shares_goes_with_the_weights_that_a_search_removes(
+    make_config: Make, run_in_memory: Run, name: str
+) -> None:
+    train = SiloTrainingConfig(rounds=3, batch_size=16, lr=0.01, momentum=0.0, clip_norm=0.0, local_rule="scaffold")
+    method = (
+        GlobalNasConfig(train=train, search=ArchitectureSearchConfig(start=0, every=1))
+        if name == "global_nas"
+        else FedNasConfig(train=train, search=ArchitectureSearchConfig("milenas", rounds=1))
+    )
+    world, memory, _ = run_in_memory(make_config(method, space=ONE_NODE))
+    space = cast(DartsSpace, world.space)
+    for round_ in range(3):
+        state = memory.state(round_)
+        left = set(space.subspace_slices(parse_subspace(state.data["kept"])))
+        controls = {f"control/{parameter}" for parameter in left & space.parameter_names}
+        assert state.weights("supernet").keys() == left | controls
+
+
 @pytest.mark.parametrize("statistics", ["batch", "running"])
 def test_the_server_decides_on_validation_data_with_the_weights_that_the_round_began_with(
     federation: Federation, monkeypatch: pytest.MonkeyPatch, statistics: str
