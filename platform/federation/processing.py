@@ -195,7 +195,8 @@ class Processing:
     def _expected_weights(self, old: Weights, tasks_of: TasksOf) -> Mapping[str, Tensor]:
         if self._expected is None:
             self._expected = expected_weights(self._simulated(tasks_of), old)
-        return self._expected
+        # A search may have removed operators since.
+        return {name: weights for name, weights in self._expected.items() if name in old}
 
     def _simulated(self, tasks_of: TasksOf) -> Iterator[list[tuple[SliceMap, float]]]:
         """Slices and weights of simulated cohorts, which depend on no client's data or actual participation."""

@@ -22,8 +22,12 @@ from fedloom.platform.federation.processing import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.global_nas import GlobalNasConfig
 from fedloom.platform.methods.registry import METHODS, build_stages
+from fedloom.platform.methods.silo_search import ArchitectureSearchConfig
+from fedloom.platform.methods.silos import SiloTrainingConfig
 from fedloom.platform.spaces.slices import Region, Slice
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]
 SHAPES = {"a": (6, 5), "b": (4,)}
@@ -318,6 +322,20 @@ def test_supernets_of_every_averaging_rule_can_be_private(
     assert all(row["epsilon"] > 0 for row in rows)
     last = [r.state for r in memory.records if r.state is not None and "supernet" in r.state.groups][-1]
     assert all(bool(torch.isfinite(t).all()) for t in last.weights("supernet").values() if t.is_floating_point())
+
+
+def test_a_search_that_removes_operators_can_be_private_and_resumed(
+    silo_config: Make, run_in_memory: Any, run_stages: Any
+) -> None:
+    train = SiloTrainingConfig(rounds=4, batch_size=16, weighting="plain", use_validation=False)
+    train.privacy = PrivacyConfig(clip=1.0, noise=0.5)
+    method = GlobalNasConfig(train=train, search=ArchitectureSearchConfig(start=0, every=1))
+    config = silo_config(method, space=SpaceConfig("darts_s2_small", channels=4, nodes=1))
+    world, memory, state = run_in_memory(config)
+    sizes = [len(memory.state(r).weights("supernet")) for r in range(4)]
+    assert sizes[0] > sizes[1] == sizes[2] == sizes[3], "both decisions remove operators"
+    _, resumed = run_stages(world, build_stages(world), memory.state(1))
+    assert all(torch.equal(t, resumed.weights("supernet")[n]) for n, t in state.weights("supernet").items())
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
