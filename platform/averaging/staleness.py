@@ -102,12 +102,13 @@ def fedasync(
 def arrived(update: Update, rule: tuple[str, ArrivalRule], old: Weights, received: Weights, staleness: int) -> Update:
     """The update as the server averages it; counters stay as they are.
 
-    `old` are the server's weights, `received` those that the client trained from; neither is changed. Raises
-    PluginError for a user's rule that returns values of another shape or values that are not finite.
+    `old` are the server's weights, `received` those that the client trained from; neither is changed. Tensors that the
+    server no longer has, because a search has removed their operators meanwhile, are left out. Raises PluginError for
+    a user's rule that returns values of another shape or values that are not finite.
     """
     rule_name, counted = rule
-    tensors = dict(update.tensors)
-    for tensor_name, tensor in update.tensors.items():
+    tensors = {name: tensor for name, tensor in update.tensors.items() if update.slices[name].source in old}
+    for tensor_name, tensor in tensors.items():
         if not tensor.is_floating_point():
             continue
         piece = update.slices[tensor_name]

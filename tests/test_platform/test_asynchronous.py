@@ -71,6 +71,14 @@ def test_a_slice_is_moved_where_it_lies() -> None:
     assert moved.tensors["steps"] is update.tensors["steps"]
 
 
+def test_what_a_search_has_removed_meanwhile_does_not_arrive() -> None:
+    tensors = {"kept": torch.tensor([4.0]), "removed": torch.tensor([1.0]), "removed_steps": torch.tensor(7)}
+    update = Update(tensors, {name: Slice(name) for name in tensors}, dict.fromkeys(tensors, 1.0))
+    received = {"kept": torch.tensor([0.0]), "removed": torch.tensor([0.0]), "removed_steps": torch.tensor(5)}
+    late = arrived(update, ("fedbuff", fedbuff), {"kept": torch.tensor([1.0])}, received, 3)
+    assert late.tensors == {"kept": torch.tensor([3.0])}  # 1 + (4 - 0) / 2
+
+
 # -- the queue ---------------------------------------------------------------------------------------------------------
 
 SECONDS = {0: 3.0, 1: 1.0, 2: 1.0, 3: 1.0}
