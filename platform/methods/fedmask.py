@@ -32,7 +32,7 @@ from fedloom.platform.averaging.processors import kept_of
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.scoring import PERSONAL, validation_scores
 from fedloom.platform.clients.trainer import ValidationUse, client_samples, received, train_network, trained_outcome
-from fedloom.platform.clients.training import LocalSGD, Optimizer, gradient_of
+from fedloom.platform.clients.training import LocalSGD, Optimizer
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.algorithm import SUPERNET, from_generator, to_all
@@ -167,9 +167,11 @@ class MaskSteps:
         self.apply()
 
     def step(self) -> None:
-        """dL/ds = dL/dm = dL/d(w m) * w, for the weights that the silo keeps."""
+        """dL/ds = dL/dm = dL/d(w m) * w, for the weights that the silo keeps and the batch has reached."""
         for name, scores in self.mask.scores.items():
-            scores.grad = gradient_of(self.parameters[name]) * self.frozen[name] * self.mask.keeps[name]
+            gradient = self.parameters[name].grad
+            if gradient is not None:
+                scores.grad = gradient * self.frozen[name] * self.mask.keeps[name]
         self.sgd.step()
         for parameter in self.parameters.values():
             parameter.grad = None

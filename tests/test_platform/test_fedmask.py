@@ -71,6 +71,17 @@ def test_scores_take_the_masks_gradient_straight_through() -> None:
     assert parameter.grad is None
 
 
+def test_scores_of_weights_that_no_batch_reaches_stay() -> None:
+    frozen = {"reached": values(2.0), "behind a zero operator": values(3.0)}
+    parameters = {name: nn.Parameter(torch.zeros(1)) for name in frozen}
+    mask, local = fresh_mask(frozen, 0.01), LocalSGD(1, 1, lr=0.1)
+    steps = MaskSteps(Optimizer(local, parameters), frozen, mask, local)
+    parameters["reached"].grad = values(0.5)
+    steps.step()
+    assert [mask.scores[name].item() for name in frozen] == pytest.approx([0.01 - 0.1, 0.01])
+    assert [parameter.item() for parameter in parameters.values()] == [0.0, 3.0]
+
+
 def test_a_silo_keeps_the_highest_scores_and_what_the_server_confirms() -> None:
     mask = Mask({"w": values(0.5, -0.2, 0.5, -0.9, 0.5)}, {"w": torch.ones(5, dtype=torch.bool)})
     pruned = mask.pruned(0.4)
