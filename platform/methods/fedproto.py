@@ -57,6 +57,7 @@ from fedloom.platform.methods.silos import (
 from fedloom.platform.settings import ZERO_OR_MORE
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import Slice, Weights, bytes_of
+from fedloom.platform.words import shown
 
 PROTOTYPE = "prototype/"
 """Prefix of the names of the shared tensors (features,), followed by the class; zeros until a client has sent one."""
@@ -218,6 +219,12 @@ def stages(config: FedProtoConfig, world: World) -> list[Stage]:
     """Training of the clients' networks, and their evaluation."""
     train, rules = config.train, checked_silos(world, config.train)
     refuse_shared(train, "fedproto's clients send prototypes alone")
+    for name, allowed in (("server", "replace"), ("weighting", "fedavg")):
+        if getattr(train, name) != allowed:
+            raise ValueError(
+                f"method.train.{name}={shown(getattr(train, name))}: fedproto's server averages prototypes, weighted "
+                f"by the samples of their class; use {allowed}"
+            )
     if not world.space.input_dtype.is_floating_point:
         raise ValueError(f"method=fedproto classifies samples, and {world.config.data.dataset} is text")
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)

@@ -397,6 +397,19 @@ def test_what_makes_no_sense_is_refused_in_one_line(case: str, make_config: Make
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("slot", "rule", "default"), [("server", "fedadam", "replace"), ("weighting", "plain", "fedavg")]
+)
+def test_rules_for_weights_are_refused_where_prototypes_are_averaged(
+    slot: str, rule: str, default: str, make_config: Make, refused: Callable[[RunConfig], str]
+) -> None:
+    train: dict[str, Any] = {slot: rule}
+    assert refused(make_config(FedProtoConfig(train=FedProtoTrainingConfig(**train)))) == (
+        f"method.train.{slot}={rule}: fedproto's server averages prototypes, weighted by the samples of their class; "
+        f"use {default}"
+    )
+
+
 def test_batch_norms_whose_statistics_nobody_estimates_are_refused(make_config: Make) -> None:
     space = SpaceConfig("cnn_width", input_shape=[1, 8, 8], stage_widths=[8], widths=[1.0])
     with pytest.raises(ValueError, match=r"^space.norm=static: no training updates .* use space.norm=batch or group$"):
