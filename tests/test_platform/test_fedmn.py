@@ -342,6 +342,13 @@ def test_what_cannot_run_is_refused(
     assert refused(fedmn_config(**changes)) == f"method.train.{name}={value}: must be {allowed}"
 
 
+def test_first_answers_are_refused_before_pretraining(fedmn_config: Make, refused: Refused) -> None:
+    assert refused(fedmn_config(arrivals=2)) == (
+        "method.train.arrivals=2: fedmn's silos draw their modules as they begin, so that nobody knows beforehand "
+        "whose answer comes first; leave it out, and method.train.asynchronous with it"
+    )
+
+
 def test_other_spaces_and_adaptations_are_refused(fedmn_config: Make, tiny_config: Make, refused: Refused) -> None:
     method = FedMnConfig(train=FedMnTrainingConfig(rounds=2, pretraining_rounds=1))
     said = refused(tiny_config(method=method))
