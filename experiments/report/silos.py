@@ -194,6 +194,19 @@ BEST_EPOCH = (
 )
 
 
+def compared(run: Tables) -> str:
+    """Whose accuracies a run's p_ij are, which `method.gains` decides."""
+    gains = configuration(run, run.paths[0].run_id).get("method", {}).get("gains", {})
+    if gains.get("start", "shared") == "shared":
+        models = "with its own and with the other silos' architectures, trained on its data from the shared weights"
+    elif gains.get("tune_own", True):
+        models = "of its own and of the other silos' final models, all fine-tuned on its data"
+    else:
+        models = "of its own final model as it is, and of the other silos' final models, fine-tuned on its data"
+    text = f"Test accuracy in % on a silo's data, {models}."
+    return f"{text} {BEST_EPOCH}" if best_on_test(run) else text
+
+
 def gains_block(run: Tables) -> Block:
     """g_i of one run's silos and their mean (SPIDER, Eq. 6)."""
     gains = personalisation_gains(p_matrix(run))
@@ -204,12 +217,8 @@ def gains_block(run: Tables) -> Block:
     if len(rows) > 1:
         means = (percent(gains[c].mean()) for c in ("own", "others", "best_other"))
         rows.append(("mean", *means, count(gains["compared"].mean()), points(gains["gain"].mean())))
-    text = (
-        "Test accuracy in % on a silo's data, with its own architecture and with those of the other silos, all "
-        "fine-tuned on its data. The gain is its own accuracy minus the others' mean, in percentage points.",
-        *([BEST_EPOCH] if best_on_test(run) else []),
-    )
-    heads = ("silo", "own architecture", "others', mean", "others', best", "others", "gain")
+    text = (compared(run), "The gain is the silo's own accuracy minus the others' mean, in percentage points.")
+    heads = ("silo", "own", "others', mean", "others', best", "others", "gain")
     return Block(f"Personalisation gains of run {run.paths[0].run_id}", text, heads, tuple(rows), labels=1)
 
 
@@ -448,9 +457,9 @@ CAPTIONS = {
     ),
     "gains": (
         "Personalisation gains",
-        "Left: test accuracy of silo j's architecture on silo i's data, fine-tuned on silo i's training data; framed: "
-        "the silo's own architecture. Right: by how many percentage points the silo's own architecture is better; last "
-        "column: the mean gain of each silo. White: not measured, or the silo's own architecture.",
+        "Left: on the data of silo i with the architecture of silo j; framed: with its own. Right: by how many "
+        "percentage points its own is better; last column: the mean gain of each silo. White: not measured, or its "
+        "own.",
     ),
 }
 
@@ -481,7 +490,8 @@ def _of_run(run: Tables) -> Iterator[Picture]:
 
     figure = gains_figure(p_matrix(run))
     if figure is not None:
-        yield Picture("gains", *CAPTIONS["gains"], figure)
+        title, caption = CAPTIONS["gains"]
+        yield Picture("gains", title, f"{compared(run)} {caption}", figure)
     for cell_type, cells, left_out in cell_pictures(run):
         more = f" {left_out} more different cells are not drawn." if left_out else ""
         yield Picture(f"{cell_type}-cells", f"{cell_type.capitalize()} cells", f"{CAPTION}{more}", cells)

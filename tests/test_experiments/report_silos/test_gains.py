@@ -73,6 +73,20 @@ def test_the_best_epoch_on_test_data_counts_where_it_was_measured_and_is_named(s
     assert "best epoch on the test data" in " ".join(gains_block(tables).text)
 
 
+@pytest.mark.parametrize(
+    ("gains", "models"),
+    [
+        ({}, "with its own and with the other silos' architectures, trained on its data from the shared weights."),
+        ({"start": "own", "tune_own": True}, "of its own and of the other silos' final models, all fine-tuned on"),
+        ({"start": "own", "tune_own": False}, "of its own final model as it is, and of the other silos' final models"),
+    ],
+)
+def test_table_and_figure_say_whose_accuracies_they_compare(silos: Any, gains: dict[str, Any], models: str) -> None:
+    silos.spider("r1", method__gains=gains)
+    page = write_report(silos.root).markdown.read_text()
+    assert page.count(models) == 2
+
+
 def test_a_part_of_the_matrix_is_square_with_gaps(silos: Any) -> None:
     writer = silos.begin("r1")
     writer.add_training([(silos.DECIDED,) * 3])
