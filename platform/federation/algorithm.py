@@ -304,6 +304,7 @@ class TrainingStage:
         data: JSON values added to the initial state.
         settled: whether scores of a round's new state may end the stage: not during a search or in early phases.
         final: maps the last state to the one that the stage leaves behind.
+        countable: whether the cost of every round is known without training, for dry runs.
     """
 
     world: World
@@ -325,6 +326,7 @@ class TrainingStage:
     data: Mapping[str, Any] = field(default_factory=dict)
     settled: Callable[[RunState], bool] = lambda _state: True
     final: Callable[[RunState], RunState] = lambda state: state
+    countable: bool = True
     trains = True
     counted = "rounds"
 

@@ -293,6 +293,7 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
         test=lambda _state: task,
         ready=adapted,
         settled=adapted,
+        countable=False,  # it depends on the modules that the router draws
     )
     return training.and_evaluation()
 

@@ -84,6 +84,7 @@ def stages(config: GlobalNasConfig, world: World) -> list[Stage]:
         settled=decided,
         test=lambda state: ScoreShared(MixedNetwork(remaining_of(state))),
         sends_change=True,
+        countable=False,  # it depends on what the server has decided
     )
     return training.and_evaluation()
 

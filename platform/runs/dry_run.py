@@ -87,8 +87,11 @@ def dry_stages(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def is_countable(stage: Stage) -> bool:
-    """Whether a stage starts from fresh weights, and all clients' tasks in its first plan can count their costs."""
-    if not isinstance(stage, TrainingStage):
+    """Whether a stage starts from fresh weights, and all clients' tasks can count their costs.
+
+    Tasks are those of its first plan; a stage whose later tasks depend on training says so (`TrainingStage.countable`).
+    """
+    if not isinstance(stage, TrainingStage) or not stage.countable:
         return False
     try:
         state = stage.begin(RunState())

@@ -17,11 +17,13 @@ from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.registry import find_method
 from fedloom.platform.methods.superfednas import DistributionConfig, ShrinkingConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 from fedloom.platform.spaces.slices import architecture_id
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]
 
@@ -183,6 +185,15 @@ def test_a_dry_run_without_anything_to_count_is_refused(
     with pytest.raises(ValueError, match="dry_run=true: this method has no stage that can be counted"):
         run(elastic_config(dry_run=True), tmp_path / "dry")
     assert not (tmp_path / "dry" / "runs").exists()
+
+
+@pytest.mark.parametrize("method", ["fedmn", "global_nas"])
+def test_what_clients_train_may_depend_on_training_although_it_does_not_at_first(
+    silo_config: Make, tmp_path: Path, method: str
+) -> None:
+    space = SpaceConfig("darts_s2_small", channels=4, nodes=1)
+    with pytest.raises(ValueError, match="dry_run=true: this method has no stage that can be counted"):
+        run(replace(silo_config(find_method(method).config(), space=space), dry_run=True), tmp_path / "dry")
 
 
 # -- over many rounds -------------------------------------------------------------------------------------------------
