@@ -127,7 +127,8 @@ class TrainAPFL:
         data = client_samples(worker, assignment, use_validation=self.validation == "trained")
         samples, shared = rows_of(data[1]), worker.tensors_of(network.module)
         start = {name: tensor for name, tensor in with_own(assignment, weights).items() if name in shared}
-        personal = {name: tensor.detach().clone() for name, tensor in moved(start, worker.device).items()}
+        first = moved(start, worker.device)
+        personal = {name: tensor.detach().clone() for name, tensor in first.items()}
         parameters = {name: tensor.requires_grad_() for name, tensor in personal.items() if shared[name].requires_grad}
         alpha = moved(assignment.state or {ALPHA: torch.tensor(self.alpha)}, worker.device)[ALPHA]
         alpha.requires_grad_(self.adaptive)
@@ -135,6 +136,10 @@ class TrainAPFL:
         both = replace(network, forward=mixture, loss=mixture.loss, macs=2 * network.macs, compilable=False)
 
         def steps(sgd: Optimizer) -> MixtureSteps:
+            # A local rule's own pass over the samples has left a gradient, and has changed running statistics.
+            alpha.grad = None
+            for name in personal.keys() - parameters.keys():
+                personal[name].copy_(first[name])
             return MixtureSteps(sgd, Optimizer(self.local.plain, parameters), alpha)
 
         trained = train_network(worker, assignment, both, weights, data, self.local, steps).copied()

@@ -258,6 +258,17 @@ def test_the_shared_model_of_apfl_is_that_of_fedavg_bit_for_bit_and_with_an_alph
     assert (scores[0] == scores[1]) is (alpha == 0)
 
 
+def test_scaffolds_own_pass_changes_nothing_of_apfls_first_round(make_config: Make, run_in_memory: Run) -> None:
+    """All control variates are zero in the first round, whose steps are those of plain SGD."""
+    states = [
+        run_in_memory(make_config(apfl(0.5, rounds=1, local_rule=rule, options=options)))[2]
+        for rule, options in (("sgd", {}), ("scaffold", {"option": 1}))
+    ]
+    for client_id in range(3):
+        sgd, scaffold = ({**kept(s, client_id), "alpha": (s.client_state(client_id) or {})["alpha"]} for s in states)
+        assert differing(sgd, scaffold) == []
+
+
 def test_apfl_with_a_fixed_alpha_of_1_trains_every_client_alone(
     make_config: Make, run_in_memory: Run, run_stages: Any
 ) -> None:
