@@ -115,7 +115,7 @@ class Federation:
             sgd.step()
         with torch.no_grad():
             rule.end(client)
-        tensors = {X: x.detach(), **client.sent}
+        tensors = {X: x.detach(), **client.instead, **client.sent}
         slices = {X: Slice(X), **client.sent_slices}
         return Update(tensors, slices, dict.fromkeys(tensors, 1.0), factors=client.factors)
 

@@ -68,6 +68,7 @@ class LocalClient:
             declares `extra_passes`.
         notes: whatever the rule's `begin` leaves for its `end`.
         factors: numbers per parameter for the server rule, set at the end (`ServerStep.factor`).
+        instead: per parameter, the values that are sent instead of the trained ones, set at the end.
     """
 
     client_id: int
@@ -82,6 +83,7 @@ class LocalClient:
     gradients: Callable[[], Mapping[str, Tensor]] = dict
     notes: Any = None
     factors: dict[str, float] = field(default_factory=dict)
+    instead: dict[str, Tensor] = field(default_factory=dict)
     sent: dict[str, Tensor] = field(default_factory=dict)
     sent_slices: dict[str, Slice] = field(default_factory=dict)
     sent_weights: dict[str, float | None] = field(default_factory=dict)

@@ -263,11 +263,12 @@ def received(worker: Worker, network: Network, weights: Weights) -> dict[str, Te
 def update_of(
     trained: TrainedNetwork, num_samples: int, weighting: ComponentSpec = FEDAVG, share: float = 1.0
 ) -> Update:
-    """The update of a trained network: all of its tensors, and those that the local rule sends."""
+    """The update of a trained network: all of its tensors, or what the local rule sends instead, and what it adds."""
     figures, client = trained.figures, trained.client
     work = Work(num_samples, figures.seen_samples, trained.network.seen(figures), share)
     weights, unheld = weights_of(weighting_rule(weighting), work)
-    update = Update(trained.tensors, trained.network.slices, weights, unheld, client.factors, rows=trained.rows)
+    tensors = {**trained.tensors, **client.instead}
+    update = Update(tensors, trained.network.slices, weights, unheld, client.factors, rows=trained.rows)
     return with_more(update, client.sent, client.sent_slices, client.sent_weights)
 
 

@@ -50,13 +50,13 @@ class FedNova(LocalRule):
         return LinearCorrection(steps=(steps,))
 
     def end(self, client: LocalClient) -> None:
-        """Replaces the trained values by x + Delta_i / a_i; parameters that no step reached have not changed."""
+        """Sends x + Delta_i / a_i instead of the trained values; parameters that no step reached have not changed."""
         for name, parameter in client.parameters.items():
             total = total_weight(client.notes[name], client.local.momentum)
             client.factors[name] = total
             if total:
                 received = client.received[name]
-                parameter.copy_(received + (parameter - received) / total)
+                client.instead[name] = received + (parameter.detach() - received) / total
 
 
 @declares(ServerTraits(local_rule="fednova"))

@@ -26,6 +26,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, rules_of
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.fednova import total_weight
+from fedloom.platform.methods.personal_layers import PersonalConfig, PersonalTrainingConfig
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.spaces.slices import Slice
 
@@ -200,6 +201,22 @@ def test_feddyns_shift_is_the_mean_gradient_of_all_clients(tiny_config: Make, ru
         mean = mean_of_clients(states[-1], f"{STATE}gradient/{name.removeprefix('shift/')}", clients)
         torch.testing.assert_close(-alpha * shift.double(), mean, rtol=1e-3, atol=1e-6)
     assert any(bool(t.any()) for t in server.values())
+
+
+def test_fednova_normalises_what_is_sent_not_what_a_client_keeps_and_scores(
+    silo_config: Make, run_in_memory: Any
+) -> None:
+    kept, scores = list[dict[str, torch.Tensor]](), list[list[float]]()
+    for rules in ({}, {"local_rule": "fednova", "server": "fednova"}):
+        train = PersonalTrainingConfig(rounds=1, batch_size=8, use_validation=False, evaluate_every=1, **rules)
+        _, memory, state = run_in_memory(silo_config(PersonalConfig(train=train)))
+        kept.append(dict(state.client_state(0)))
+        rows = memory.table("evaluations").query("stage == 'personal_layers' and split == 'validation'")
+        scores.append(rows["value"].tolist())
+    assert kept[0]
+    assert all(torch.equal(tensor, kept[1][name]) for name, tensor in kept[0].items())
+    assert scores[0]
+    assert scores[1] == scores[0]
 
 
 def test_factors_are_averaged_per_scalar() -> None:
