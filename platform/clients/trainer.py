@@ -75,6 +75,8 @@ class Train:
 
         Raises TaskError if a value of the update is too large for the form in which it is sent.
         """
+        # Scored first: processors change the module's tensors in place.
+        scores = validation_scores(worker, assignment, trained.network) if self.validation == "scored" else None
         result = self.outcome(trained, samples)
         if self.processors:
             assert result.update is not None, "it has trained"
@@ -101,9 +103,7 @@ class Train:
             # Processors may have begun to keep state, beside that of the local rule.
             state = {**(result.state or {}), **trained.state} or None
             result = replace(result, update=message.update, bytes_down=down_bytes, bytes_up=up_bytes, state=state)
-        if self.validation == "scored":
-            result = replace(result, measurements=validation_scores(worker, assignment, trained.network))
-        return result
+        return result if scores is None else replace(result, measurements=scores)
 
     def outcome(self, trained: TrainedNetwork, samples: int) -> ClientResult:
         """The result of a trained network, before its update is processed."""

@@ -25,7 +25,9 @@ from fedloom.platform.averaging.processors import (
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.silos import SiloTrainingConfig
 from fedloom.platform.spaces.slices import Slice
 
 PLUGINS = Path(__file__).resolve().parent.parent / "plugins"
@@ -131,6 +133,19 @@ def test_supernets_are_trained_through_processors(tiny_config: Any, run_in_memor
         sparse_and_small = kept + 4 + -(-row["parameters"] // 8)
         assert row["bytes_up"] == row["bytes_down"] - 4 * row["parameters"] + sparse_and_small
     assert rows
+
+
+def test_silos_score_what_they_have_trained_not_what_they_send(silo_config: Any, run_in_memory: Any) -> None:
+    scores = []
+    for processors, options in (([], {}), (["noise"], {"noise_std": 10.0})):
+        train = SiloTrainingConfig(rounds=1, batch_size=8, use_validation=False, evaluate_every=1)
+        config = silo_config(LocalAdaptationConfig(train=replace(train, processors=processors, options=options)))
+        config = replace(config, executor=replace(config.executor, stack_clients="off"))
+        _, memory, _ = run_in_memory(config)
+        rows = memory.table("evaluations").query("stage == 'local_adaptation' and split == 'validation'")
+        scores.append(rows["value"].tolist())
+    assert scores[0]
+    assert scores[1] == scores[0]
 
 
 def test_a_selection_rule_changes_the_share_that_a_method_sends() -> None:
