@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.clients.local_rules import COUNTERS, STATE
+from fedloom.platform.averaging.weighting import weighting_traits
+from fedloom.platform.clients.local_rules import COUNTERS, STATE, local_rule
 from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork
 from fedloom.platform.federation.method import Method
+from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, tier_stages
 from fedloom.platform.settings import SHARE, ZERO_OR_MORE
 from fedloom.platform.spaces.capabilities import with_adapters
@@ -179,6 +181,16 @@ def check(config: HetLoRAConfig) -> None:
         raise ValueError(
             "method.train.privacy: the zeros and the norms of hetlora's adapters reveal the ranks and weights of "
             "single clients; leave it out"
+        )
+    if local_rule(rules_of(train, "method.train").local).server is not None:
+        raise ValueError(
+            f"method.train.local_rule={train.local_rule}: its server rule would take the zeros that hetlora adds to "
+            "smaller adapters for changes made by their clients; use sgd, fedprox or scaffold"
+        )
+    if config.norm_weights and weighting_traits(train.weighting).weighs_unheld:
+        raise ValueError(
+            f"method.train.weighting={train.weighting}: old values would count with samples, adapters with the norms "
+            "of B A: set method.norm_weights=false, or use another weighting"
         )
 
 

@@ -290,6 +290,13 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
     if kind is HetLoRAConfig:
         sparse = config_of(kind, {"processors": ["sparsify"]})
         assert "hetlora's clients cut off ranks from what they send: set method.decay=1" in refused(sparse)
+        for rule in ("fednova", "feddyn"):
+            of_server = config_of(kind, {"local_rule": rule, "server": rule})
+            assert refused(of_server).startswith(
+                f"method.train.local_rule={rule}: its server rule would take the zeros"
+            )
+        whole = refused(config_of(kind, {"weighting": "fedavg_whole"}))
+        assert "old values would count with samples, adapters with the norms of B A: set method.norm_weights=" in whole
     else:
         assert f"{name} " in refused(config_of(kind, {"server": "fedadam"}))
         assert f"{name} " in refused(config_of(kind, {"optimizer_state": "kept"}))
