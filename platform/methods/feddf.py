@@ -266,7 +266,7 @@ class DistilledTraining(TrainingStage):
 
 
 def check_distillation(config: FedDFConfig, world: World) -> None:
-    """Raises ValueError for settings that hide single networks from the server, and without data to distil on."""
+    """Raises ValueError for settings that hide the trained networks from the server, and without data to distil on."""
     if not config.distillation.steps:
         return
     train = config.train
@@ -277,6 +277,16 @@ def check_distillation(config: FedDFConfig, world: World) -> None:
     if weighting_traits(train.weighting).weighs_unheld:
         raise ValueError(
             f"method.train.weighting={train.weighting}: networks of several kinds have no tensors in common; use fedavg"
+        )
+    if train.local_rule == "fednova":
+        raise ValueError(
+            "method.train.local_rule=fednova: clients send normalised changes, not the networks that the server would "
+            "learn from; use another local rule, or method.distillation.steps=0"
+        )
+    if train.asynchronous is not None:
+        raise ValueError(
+            f"method.train.asynchronous={train.asynchronous}: late networks are mixed with newer weights before the "
+            "server could learn from them; leave it out (null), or use method.distillation.steps=0"
         )
     if not world.data.num_central("validation"):
         raise ValueError(

@@ -163,6 +163,10 @@ def test_what_it_cannot_do_is_refused_in_one_line(kinds_config: Make, refused: C
     )
     whole = replace(TRAIN, weighting="fedavg_whole")
     assert said(train=whole).startswith("method.train.weighting=fedavg_whole: networks of several kinds have no")
+    normalised = replace(TRAIN, local_rule="fednova", server="fednova")
+    assert said(train=normalised).startswith("method.train.local_rule=fednova: clients send normalised changes, not")
+    late = replace(TRAIN, asynchronous="fedbuff", arrivals=2)
+    assert said(train=late).startswith("method.train.asynchronous=fedbuff: late networks are mixed with newer weights")
     assert said(architectures=["0"] * 3) == "method.architectures has 3 values for 2 tiers: give one each, or one"
     assert said(architectures=["1", "1"]).startswith("method.architectures: tier1 may spend 4000 macs, p=1 costs ")
     config = kinds_config()
