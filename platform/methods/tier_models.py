@@ -134,6 +134,15 @@ def refuse_what_stays(train: TrainingConfig, who: str, why: str) -> None:
         )
 
 
+def refuse_late_answers(train: TrainingConfig, who: str, why: str) -> None:
+    """Raises ValueError for asynchronous rounds, in which clients train from weights of earlier rounds."""
+    if train.asynchronous is not None:
+        raise ValueError(
+            f"method.train.asynchronous={train.asynchronous}: {who} {why}, so what late clients send would not fit: "
+            "leave it out (null)"
+        )
+
+
 def within(world: World, budget: float) -> list[Architecture]:
     """The architectures whose cost is within a budget, smallest first."""
     cost = world.cost_table.cost

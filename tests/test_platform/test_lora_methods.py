@@ -301,6 +301,11 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
         assert f"{name} " in refused(config_of(kind, {"server": "fedadam"}))
         assert f"{name} " in refused(config_of(kind, {"optimizer_state": "kept"}))
         assert "what top_k has not yet sent would not fit" in refused(config_of(kind, {"processors": ["top_k"]}))
+    late = config_of(kind, {"asynchronous": "fedbuff", "arrivals": 2})
+    if kind is FlexLoRAConfig:
+        assert "flexlora decomposes the adapters after every round, so what late clients send" in refused(late)
+    else:
+        build_stages(build_world(late))
     if kind is FLoRAConfig:
         config = config_of(kind)
         both_ways = config_of(kind, {"processors": ["qsgd"], "options": {"direction": "both"}})

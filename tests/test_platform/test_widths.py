@@ -363,6 +363,12 @@ def test_rules_that_keep_tensors_by_channel_do_not_roll(width_config: Make, trai
         build_stages(build_world(width_config(FedRolexConfig, train)))
 
 
+def test_channels_do_not_roll_while_late_clients_train(width_config: Make) -> None:
+    late = width_config(FedRolexConfig, {"asynchronous": "fedbuff", "arrivals": 2})
+    with pytest.raises(ValueError, match="fedrolex rolls the channels after every round, so what late clients send"):
+        build_stages(build_world(late))
+
+
 def test_kl_is_torchs() -> None:
     logits, teacher = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 0.5]])
     expected = F.kl_div(F.log_softmax(logits, 1), F.softmax(teacher, 1), reduction="batchmean")
