@@ -1,6 +1,6 @@
 """ZeroFL: clients train with sparse weights and activations and send few weights (Qiu et al. 2022; SWAT, Raihan 2020).
 
-    client:  in every 2D convolution and linear layer, with sparsity s:
+    client:  in every 2D convolution and linear layer that is trained, with sparsity s:
              computes outputs with the (1 - s) largest weights, by magnitude,
              the input's gradient from these weights, the weights' gradient from the (1 - s) largest activations;
              the weights themselves stay dense
@@ -16,7 +16,7 @@ dense network, because devices do not skip zeros by themselves. Sparsity 0 is Fe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,8 +24,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.utils import _pair
+from torch.overrides import TorchFunctionMode
 
 from fedloom.platform.averaging.processors import By, Sparsify
+from fedloom.platform.clients.assignments import TaskError
 from fedloom.platform.clients.local_rules import refuse_parts
 from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -109,25 +113,83 @@ class _SparseLinear(torch.autograd.Function):
         return gradient @ weight, rows.t() @ x.flatten(0, -2), bias, None
 
 
-def _convolve(part: nn.Conv2d, share: float, x: Tensor) -> Tensor:
-    about = (part.stride, part.padding, part.dilation, part.groups)
-    y: Tensor = _SparseConvolution.apply(x, part.weight, part.bias, share, about)
+Sizes = int | tuple[int, ...]
+
+
+def _convolve(
+    share: float,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Tensor:
+    """`F.conv2d` with sparse factors."""
+    if padding == "same":
+        # As torch does: an odd row or column is added at the end.
+        sizes = [d * (k - 1) for d, k in zip(_pair(dilation), weight.shape[2:], strict=True)]
+        x = F.pad(x, [side for size in reversed(sizes) for side in (size // 2, size - size // 2)])
+    rows = (0, 0) if isinstance(padding, str) else _pair(padding)
+    y: Tensor = _SparseConvolution.apply(x, weight, bias, share, (_pair(stride), rows, _pair(dilation), groups))
     return y
 
 
-def _multiply(part: nn.Linear, share: float, x: Tensor) -> Tensor:
-    y: Tensor = _SparseLinear.apply(x, part.weight, part.bias, share)
+def _multiply(share: float, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` with sparse factors."""
+    y: Tensor = _SparseLinear.apply(x, weight, bias, share)
     return y
+
+
+SPARSE_CALLS: Mapping[Any, Callable[..., Tensor]] = {F.conv2d: _convolve, F.linear: _multiply}
+
+
+class _Sparsely(TorchFunctionMode):
+    """Replaces the products with a weight by sparse ones, also where a layer does more than multiply."""
+
+    def __init__(self, weight: Tensor, share: float) -> None:
+        super().__init__()
+        self.weight, self.share, self.calls = weight, share, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        named = kwargs or {}
+        if func in SPARSE_CALLS and (args[1] if len(args) > 1 else named.get("weight")) is self.weight:
+            self.calls += 1
+            return SPARSE_CALLS[func](self.share, *args, **named)
+        return func(*args, **named)
+
+
+def _forward(part: nn.Conv2d | nn.Linear, dense: Callable[..., Any], share: float, *inputs: Any) -> Any:
+    with _Sparsely(part.weight, share) as sparse:
+        outputs = dense(*inputs)
+    if not sparse.calls:
+        raise TaskError(
+            f"zerofl: a layer {type(part).__name__} does not multiply by its weight as it is, so it cannot be sparse: "
+            "use other layers, or set method.sparsity=0"
+        )
+    return outputs
+
+
+def sparse_layers(module: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
+    """The 2D convolutions and linear layers whose weights are trained, by name.
+
+    Attention's output layer stays dense, because torch's attention reads its weight without calling it.
+    """
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Conv2d | nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)
+        if (weight := part._parameters.get("weight")) is not None and weight.requires_grad
+    }
 
 
 def sparsely(build: Callable[[], nn.Module], share: float) -> nn.Module:
     """The network on the meta device; its convolutions and linear layers use a share of weights and activations."""
     module = on_meta(build)
-    for part in module.modules():
-        if isinstance(part, nn.Conv2d):
-            part.forward = partial(_convolve, part, share)  # type: ignore[method-assign]
-        elif isinstance(part, nn.Linear):
-            part.forward = partial(_multiply, part, share)  # type: ignore[method-assign]
+    for part in sparse_layers(module).values():
+        part.forward = partial(_forward, part, part.forward, share)  # type: ignore[method-assign]
     return module
 
 
@@ -143,14 +205,15 @@ class Sparse(OfSubnet):
         build = partial(space.build_subnet, self.subnet.architecture)
         name = f"sparse {architecture_id(self.subnet.architecture)} {self.share}"
         skeleton = once(space, name, lambda _: sparsely(build, self.share)).train()
-        compute, tensors = worker.kernels.functional(skeleton, worker.device), worker.tensors_of(network.module)
+        compute = worker.kernels.functional(skeleton, worker.device)
+        tensors = {**worker.tensors_of(network.module), **worker.constants_of(network.module)}
         return replace(network, forward=lambda x: compute(tensors, worker.kernels.laid_out(x)), compilable=False)
 
 
 def thinned(space: SearchSpace, subnet: Subnet, weights: Weights, share: float) -> dict[str, Tensor]:
     """The weights, where all but the largest share is set to zero in every convolution and linear layer."""
     module = on_meta(partial(space.build_subnet, subnet.architecture))
-    layers = {f"{name}.weight" for name, m in module.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    layers = {f"{name}.weight" for name in sparse_layers(module)}
     return {name: largest(tensor, share) if name in layers else tensor for name, tensor in weights.items()}
 
 

@@ -1,5 +1,6 @@
 """ZeroFL: sparse gradients by hand, dense limits, what is sent and counted, and what is refused."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +11,22 @@ from torch.nn import functional as F
 
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.processors import Message, Payload, Sparsify, Traffic, kept_of, saved_by
-from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.assignments import Assignment, TaskError
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.zerofl import Sparse, ZeroFLConfig, largest, sparsely
 from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.rnn import SigmoidLinear
 from fedloom.platform.spaces.slices import Slice
+from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.platform.spaces.transformer import Patches
 
 Make = Callable[..., RunConfig]
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.1)
@@ -85,7 +89,73 @@ def test_a_sparse_convolution_is_dense_ones_with_masked_factors(groups: int) -> 
     torch.testing.assert_close(tensors["bias"].grad, upstream.sum(dim=(0, 2, 3)))
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize(
+    "layer",
+    [
+        SigmoidLinear(6, 5),
+        Patches(3, 5, 2),
+        nn.Conv2d(3, 4, (2, 3), padding="same", dilation=(1, 2)),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_with_full_shares_a_layer_computes_all_that_it_computes_alone(layer: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: tensor.shape for name, tensor in layer.named_parameters()}
+    tensors = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+    inputs = [torch.randn(2, 3, 6, 6, generator=generator).requires_grad_(), *tensors.values()]
+    expected = torch.func.functional_call(layer, tensors, (inputs[0],))
+    ours = torch.func.functional_call(sparse(copy.deepcopy(layer), 1.0), tensors, (inputs[0],))
+    torch.testing.assert_close(ours, expected)
+    upstream = torch.randn(expected.shape, generator=generator)
+    by_hand, by_torch = (torch.autograd.grad(outputs, inputs, upstream) for outputs in (ours, expected))
+    torch.testing.assert_close(by_hand, by_torch)
+
+
+def test_a_layer_that_does_not_multiply_by_its_weight_is_named() -> None:
+    class Centred(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight - self.weight.mean())
+
+    tensors = {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}
+    with pytest.raises(TaskError, match="zerofl: a layer Centred does not multiply by its weight as it is"):
+        torch.func.functional_call(sparse(Centred(2, 2), 0.5), tensors, (torch.ones(1, 2),))
+
+
 # -- clients -----------------------------------------------------------------------------------------------------------
+
+
+class Attentive(nn.Module):
+    """A user's network of a constant layer, attention and a classifier."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.constant, self.head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, num_classes)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.constant(x.flatten(1, 2))
+        y: Tensor = self.head(self.attention(rows, rows, rows)[0].mean(dim=1))
+        return y
+
+
+def attentive(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    del input_shape
+    return Attentive(num_classes)
+
+
+def test_what_is_constant_or_read_by_others_stays_dense(tiny_config: Make, run_in_memory: Any) -> None:
+    train = TrainingConfig(rounds=1, clients_per_round=2, batch_size=16)
+    space = SpaceConfig("module", build=f"{__name__}:attentive", input_shape=[1, 8, 8])
+    tiers = TiersConfig(count=1, paths=100)
+    config = tiny_config(method=ZeroFLConfig(sparsity=0.5, train=train), space=space, tiers=tiers)
+    _, memory, state = run_in_memory(config)
+    assert set(memory.table("clients")["status"]) == {"ok"}
+    deployed = state.weights("deployed")
+    assert {name for name, weights in deployed.items() if weights.dim() == 2 and (weights == 0).any()} == {
+        "head.weight"
+    }
 
 
 def at(task: Train) -> Assignment:
