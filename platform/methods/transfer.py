@@ -161,6 +161,7 @@ class OnlyHead:
         skeleton = _skeleton(worker.space, self.subnet)
         compute, tensors = worker.kernels.functional(skeleton, worker.device), worker.tensors_of(network.module)
         views = {name: t if name in self.trained else t.detach() for name, t in tensors.items()}
+        views |= worker.constants_of(network.module)
         return replace(network, forward=lambda x: compute(views, worker.kernels.laid_out(x)), compilable=False)
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:

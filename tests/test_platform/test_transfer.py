@@ -1,5 +1,7 @@
 """Transfer: what is taken from the other run, what the head's clients train and send, and what is refused."""
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from torch import nn
 from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import Assignment
@@ -16,7 +19,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
@@ -26,6 +29,7 @@ from fedloom.platform.results.checkpoint import load_checkpoint, load_model
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import make_serial, start_run
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 Make = Callable[..., RunConfig]
 HEAD = ("fixed.classifier.bias", "fixed.classifier.weight")
@@ -113,6 +117,25 @@ def test_the_head_is_trained_alone_then_everything(transfer: Make, kept: Any) ->
             assert torch.equal(tensor, theirs[name]), f"{name}: norms and all, as they were"
     after = load_checkpoint(paths.checkpoint).groups["transferred"].tensors
     assert any(not torch.equal(after[name], theirs[name]) for name in theirs if name not in HEAD)
+
+
+def with_constants(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    layers = {"flat": nn.Flatten(), "body": nn.Linear(math.prod(input_shape), 6).requires_grad_(False)}
+    return nn.Sequential(OrderedDict({**layers, "head": nn.Linear(6, num_classes)}))
+
+
+def test_the_head_is_trained_on_a_body_of_constants(folder: Path, tiny_config_in: Make, results_of: Any) -> None:
+    space = SpaceConfig("module", build=f"{__name__}:with_constants", input_shape=[1, 8, 8])
+    parts: dict[str, Any] = {"space": space, "tiers": TiersConfig(count=1, paths=100)}
+    own = folder / "constants"
+    run_id = results_of(tiny_config_in(own, method=FedAvgConfig(train=TRAIN), **parts)).paths.run_id
+    parts |= {"space": replace(space, num_classes=4), "experiment": "transferred"}
+    data = DataConfig("npz", num_clients=8, options={"path": str(folder / "four.npz")})
+    paths = ran(
+        tiny_config_in(own, data=data, method=TransferConfig(start_from=run_id, head=TRAIN, train=TRAIN), **parts)
+    )
+    clients = read_table(own, "clients", run_id=paths.run_id)
+    assert set(clients[clients["stage"] == "head"]["status"]) == {"ok"}
 
 
 def test_a_step_of_the_head_by_hand(transfer: Make) -> None:
