@@ -159,6 +159,11 @@ class TopK(Objective):
         return {f"top_{self.k}": (best == targets.unsqueeze(1)).any(dim=1).sum()}
 
 
+def masks_in_mean(objective: Objective) -> bool:
+    """Whether clients' classifier rows of the classes that their data lack are left out of the mean."""
+    return isinstance(objective, MaskedClasses) and objective.in_mean
+
+
 OBJECTIVES: Registry[Objective] = Registry(
     "objective",
     {

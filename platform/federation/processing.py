@@ -337,11 +337,10 @@ def privacy_processors(
     selection is then known.
     """
     from fedloom.platform.averaging.secure import SecureAggregation  # only private runs need it
-    from fedloom.platform.clients.objectives import OBJECTIVES, MaskedClasses
+    from fedloom.platform.clients.objectives import OBJECTIVES, masks_in_mean
 
     check_privacy(config, rules)
-    objective = OBJECTIVES.make(world.spec.objective)
-    if isinstance(objective, MaskedClasses) and objective.in_mean:
+    if masks_in_mean(OBJECTIVES.make(world.spec.objective)):
         raise ValueError(
             f"{rules.key}.privacy: the classifier rows that count reveal which classes a client has: set "
             "objective.options.in_mean=false"

@@ -25,7 +25,7 @@ from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.evaluation import EvaluationConfig
-from fedloom.platform.methods.tier_models import largest_of_tiers, plainly_weighted, tier_stages
+from fedloom.platform.methods.tier_models import largest_of_tiers, plainly_weighted, refuse_masked_rows, tier_stages
 from fedloom.platform.plugins import is_import_path
 from fedloom.platform.settings import PART, ZERO_OR_MORE
 from fedloom.platform.spaces.capabilities import with_exits
@@ -104,6 +104,7 @@ def ramped_up(config: DepthFLConfig, index: int) -> float:
 def stages(config: DepthFLConfig, world: World) -> list[Stage]:
     """Training, the tiers' models, evaluation."""
     deepest = largest_of_tiers(world)
+    refuse_masked_rows(world, config.name)
     if is_import_path(world.config.space.name):
         try_exits(with_exits(world.space, config.name), world.config.space)
 

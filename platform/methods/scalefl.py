@@ -23,7 +23,13 @@ from fedloom.platform.clients.objectives import divergence
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.depthfl import WithExits
-from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, plainly_weighted, tier_stages
+from fedloom.platform.methods.tier_models import (
+    WidthConfig,
+    largest_of_tiers,
+    plainly_weighted,
+    refuse_masked_rows,
+    tier_stages,
+)
 from fedloom.platform.plugins import is_import_path
 from fedloom.platform.settings import PART, POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.capabilities import with_exits
@@ -75,6 +81,7 @@ class Scaled(WithExits):
 def stages(config: ScaleFLConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
     levels = largest_of_tiers(world)
+    refuse_masked_rows(world, config.name)
     if is_import_path(world.config.space.name):
         try_exits(with_exits(world.space, config.name), world.config.space)
 

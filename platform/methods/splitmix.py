@@ -20,7 +20,7 @@ from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig, cohort_size
 from fedloom.platform.methods.depthfl import loss_of_exits
-from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, tier_stages
+from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, refuse_masked_rows, tier_stages
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.capabilities import with_bases
 from fedloom.platform.spaces.slices import Slice, SliceMap
@@ -91,6 +91,7 @@ def sampled_bases(seed: int, round_: Round, client_id: int, cohort: int, count: 
 def stages(config: SplitMixConfig, world: World) -> list[Stage]:
     """Training, the tiers' mixes and their statistics, evaluation."""
     space, affordable = with_bases(world.space, config.name), largest_of_tiers(world)
+    refuse_masked_rows(world, config.name)
     cohort, total = cohort_size(config.train, world.num_clients), space.num_bases(space.largest)
 
     def network(round_: Round, client_id: int) -> BaseNets:

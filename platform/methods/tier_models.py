@@ -11,6 +11,7 @@ import numpy as np
 from fedloom.platform.clients.assignments import Assignment, ClientResult, client_of
 from fedloom.platform.clients.evaluation import estimate_statistics
 from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.objectives import OBJECTIVES, masks_in_mean
 from fedloom.platform.clients.scoring import ScoreSubnets, loaded_subnet, statistics_of, statistics_update
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.data.trees import rows_of
@@ -140,6 +141,15 @@ def refuse_late_answers(train: TrainingConfig, who: str, why: str) -> None:
         raise ValueError(
             f"method.train.asynchronous={train.asynchronous}: {who} {why}, so what late clients send would not fit: "
             "leave it out (null)"
+        )
+
+
+def refuse_masked_rows(world: World, who: str) -> None:
+    """Raises ValueError for an objective that masks a classifier's rows in the mean, in networks with several ones."""
+    if masks_in_mean(OBJECTIVES.make(world.spec.objective)):
+        raise ValueError(
+            f"objective.name=masked_classes: {who}'s networks have several classifiers, and only the rows of one would "
+            "be left out of the mean: set objective.options.in_mean=false"
         )
 
 

@@ -18,11 +18,13 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
-from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.config import ObjectiveConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.depthfl import DepthFLConfig, WithExits, loss_of_exits, ramped_up
 from fedloom.platform.methods.registry import build_stages, check_space
+from fedloom.platform.methods.scalefl import ScaleFLConfig
+from fedloom.platform.methods.splitmix import SplitMixConfig
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.base import SearchSpace
@@ -282,6 +284,23 @@ def test_other_spaces_and_poor_tiers_are_refused(depth_config: Make, tiny_config
     poor = replace(world, tiers=tuple(replace(t, lower=t.lower / 4, upper=t.upper / 4) for t in world.tiers))
     with pytest.raises(ValueError, match=r"tier1 may spend 750 macs, the smallest network costs 2344: raise its upper"):
         build_stages(poor)
+
+
+SCALED = replace(SPACE, name="cnn_scaled", widths=[0.5, 0.75, 1.0])
+SPLIT = SpaceConfig("cnn_split", input_shape=[1, 8, 8], stage_widths=[4, 8], widths=[0.5, 1.0])
+
+
+@pytest.mark.parametrize(("kind", "space"), [(DepthFLConfig, SPACE), (ScaleFLConfig, SCALED), (SplitMixConfig, SPLIT)])
+def test_rows_of_several_classifiers_are_not_left_out_of_the_mean(
+    tiny_config: Make, refused: Callable[[RunConfig], str], kind: type[Any], space: SpaceConfig
+) -> None:
+    method = kind(train=TrainingConfig(clients_per_round=3))
+    config = tiny_config(method=method, space=space, tiers=TiersConfig(count=1, paths=100))
+    said = refused(replace(config, objective=ObjectiveConfig("masked_classes")))
+    assert said.startswith(
+        f"objective.name=masked_classes: {method.name}'s networks have several classifiers, and only"
+    )
+    build_stages(build_world(replace(config, objective=ObjectiveConfig("masked_classes", {"in_mean": False}))))
 
 
 def test_measured_statistics_would_not_be_private(depth_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
