@@ -80,7 +80,9 @@ class Train:
         result = self.outcome(trained, samples)
         if self.processors:
             assert result.update is not None, "it has trained"
-            before = received(worker, trained.network, weights)
+            # What is sent may be a part of what was received, such as fewer ranks.
+            slices = {name: result.update.slices.get(name, piece) for name, piece in trained.network.slices.items()}
+            before = received(worker, replace(trained.network, slices=slices), weights)
             parameters = tuple(name for name in trained.parameters if name in result.update.tensors)
             scalars = sum(result.update.tensors[name].numel() for name in parameters)
             down = Payload(result.bytes_down, trained.num_parameters, len(trained.parameters))
@@ -100,8 +102,8 @@ class Train:
             except OverflowError as error:
                 raise TaskError(str(error)) from error
             down_bytes, up_bytes = (payload.size_bytes for payload in message.traffic)
-            # Processors may have begun to keep state, beside that of the local rule.
-            state = {**(result.state or {}), **trained.state} or None
+            # Processors may have begun to keep state, beside that of the local rule and of the method.
+            state = {**trained.state, **(result.state or {})} or None
             result = replace(result, update=message.update, bytes_down=down_bytes, bytes_up=up_bytes, state=state)
         return result if scores is None else replace(result, measurements=scores)
 

@@ -17,7 +17,7 @@ from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.config import RunConfig, TiersConfig
+from fedloom.platform.federation.config import AttackConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.flexlora import FlexLoRAConfig, empty_products, redistributed, with_products
@@ -191,6 +191,22 @@ def test_a_client_whose_tail_shrinks_sends_and_gets_a_smaller_rank_from_then_on(
         assert row.bytes_up == size[option[row.client_id]]
     assert cuts == 5, "all but the smallest"
     assert clients.query("round == 0")["bytes_up"].equals(clients.query("round == 0")["bytes_down"]), "B was zero"
+
+
+@pytest.mark.parametrize("chosen", ["attack", "selection"])
+def test_clients_prune_their_ranks_under_attacks_and_when_a_rule_has_them_send_less(
+    config_of: Make, run_in_memory: Any, chosen: str
+) -> None:
+    if chosen == "attack":
+        config = config_of(HetLoRAConfig, {"rounds": 4, "clients_per_round": None}, penalty=2.0)
+        config = replace(config, attack=AttackConfig(share=0.5, name="sign_flip"))
+    else:
+        config = config_of(HetLoRAConfig, {"rounds": 4, "selection": "pyramidfl"}, penalty=2.0)
+    _, memory, _ = run_in_memory(config)
+    clients = memory.table("clients").query("stage == 'supernet'")
+    assert set(clients["status"]) == {"ok"}
+    ranks = clients.groupby("client_id")["architecture"].nunique()
+    assert (ranks > 1).any()
 
 
 def test_hetlora_of_one_rank_without_pruning_and_norms_is_fedavg(config_of: Make, run_in_memory: Any) -> None:
