@@ -56,6 +56,7 @@ class Method:
         needs: given a space and the method's name, raises ValueError if it cannot use the space; called before data is
             prepared, which may take minutes.
         tasks: whether tiers may have different tasks (`tiers.tasks`).
+        budgets: whether what clients train depends on their budgets of the round (`tiers.budget`).
     """
 
     config: type
@@ -67,6 +68,7 @@ class Method:
     shared_training: Callable[[Any], SharedTraining | None] = nothing_shared
     needs: Callable[[SearchSpace, str], object] | None = None
     tasks: bool = False
+    budgets: Callable[[Any], bool] = lambda _config: False
 
     def traits(self, config: Any) -> Mapping[str, Any]:
         """The properties of the method that a run records, as JSON values."""

@@ -389,4 +389,5 @@ METHOD = Method(
     shared_training=lambda _config: SharedTraining(later=("search", "finetune", "rand_init", "evaluation")),
     needs=with_subspaces,
     tasks=True,
+    budgets=lambda _config: True,
 )

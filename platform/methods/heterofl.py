@@ -58,4 +58,11 @@ def stages(config: HeteroFLConfig, world: World) -> list[Stage]:
     return tier_stages(world, config.name, config.train, config.evaluation, network, statistics_clients=clients)
 
 
-METHOD = Method(HeteroFLConfig, stages, kind="tiers", lacks=("candidates",), needs=of_widths)
+METHOD = Method(
+    HeteroFLConfig,
+    stages,
+    kind="tiers",
+    lacks=("candidates",),
+    needs=of_widths,
+    budgets=lambda config: config.dynamic,
+)

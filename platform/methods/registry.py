@@ -1,5 +1,6 @@
 """The registry of methods by name."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from inspect import signature
@@ -13,6 +14,8 @@ from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_impor
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.settings import check_settings
 from fedloom.platform.spaces.base import SearchSpace
+
+logger = logging.getLogger(__name__)
 
 STAGE = ("name", "begin", "rounds_left", "plan", "merge", "end")
 """The members that a stage must have."""
@@ -134,6 +137,13 @@ def build_stages(world: World) -> list[Stage]:
         raise ValueError(
             f"attack.share={world.config.attack.share:g}: the clients of {config.name} cannot attack: set it to 0, "
             "or use a method whose clients train one shared model"
+        )
+    budget = world.config.tiers.budget.kind
+    if budget != "static" and not is_import_path(config.name) and not method.budgets(config):
+        logger.warning(
+            "tiers.budget.kind=%s has no effect: with these settings, what clients of %s train does not depend on "
+            "budgets",
+            *(budget, config.name),
         )
     return stages
 

@@ -420,4 +420,5 @@ METHOD = Method(
     kind="subnets",
     searchable=lambda config: not config.separately,
     shared_training=_shared_training,
+    budgets=lambda config: config.train.distribution.tier_aware,
 )

@@ -22,7 +22,7 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.config import ObjectiveConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.config import BudgetConfig, ObjectiveConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedrolex import FedRolexConfig
@@ -367,6 +367,18 @@ def test_channels_do_not_roll_while_late_clients_train(width_config: Make) -> No
     late = width_config(FedRolexConfig, {"asynchronous": "fedbuff", "arrivals": 2})
     with pytest.raises(ValueError, match="fedrolex rolls the channels after every round, so what late clients send"):
         build_stages(build_world(late))
+
+
+def test_budgets_that_no_client_keeps_to_are_said(width_config: Make, caplog: pytest.LogCaptureFixture) -> None:
+    for dynamic in (True, False):
+        config = width_config(HeteroFLConfig, dynamic=dynamic)
+        config.tiers.budget = BudgetConfig("schedule", factors=[1.0, 0.5])
+        assert not caplog.messages
+        build_stages(build_world(config))
+    assert caplog.messages == [
+        "tiers.budget.kind=schedule has no effect: with these settings, what clients of heterofl train does not depend "
+        "on budgets"
+    ]
 
 
 def test_kl_is_torchs() -> None:
