@@ -79,9 +79,10 @@ def tier_stages(
     tensors of the server, given the initial weights; `after` changes the state after every round; at the end,
     `statistics_clients` clients (None: all) measure each tier's batch norms, if subnets need estimated statistics.
     """
-    if train.privacy.clip is not None and world.space.keeps_statistics:
+    if (train.privacy.clip is not None or train.privacy.secure) and world.space.keeps_statistics:
         raise ValueError(
-            f"method.train.privacy: {model}'s clients measure batch norms without noise at the end; use space.norm=none"
+            f"method.train.privacy: {model}'s clients measure batch norms without noise or masks at the end; use "
+            "space.norm=none"
         )
     if train.evaluate_every:
         check_statistics(world)

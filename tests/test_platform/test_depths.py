@@ -307,7 +307,7 @@ def test_measured_statistics_would_not_be_private(depth_config: Make, monkeypatc
     config = depth_config({"privacy": PrivacyConfig(clip=1.0, noise=1.0)})
     build_stages(build_world(config))
     monkeypatch.setattr(DepthSpace, "keeps_statistics", True)
-    with pytest.raises(ValueError, match="depthfl's clients measure batch norms without noise at the end"):
+    with pytest.raises(ValueError, match="depthfl's clients measure batch norms without noise or masks at"):
         build_stages(build_world(config))
 
 

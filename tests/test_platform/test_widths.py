@@ -389,8 +389,9 @@ def test_kl_is_torchs() -> None:
     assert float(taught.loss(Objective(), logits, torch.tensor([0]))) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_batch_norms_that_clients_measure_are_not_private(width_config: Make) -> None:
-    train = {"privacy": PrivacyConfig(clip=1.0, noise=1.0)}
-    with pytest.raises(ValueError, match="heterofl's clients measure batch norms without noise at the end"):
+@pytest.mark.parametrize("privacy", [PrivacyConfig(clip=1.0, noise=1.0), PrivacyConfig(secure=True)])
+def test_batch_norms_that_clients_measure_are_not_private(width_config: Make, privacy: PrivacyConfig) -> None:
+    train = {"privacy": privacy}
+    with pytest.raises(ValueError, match="heterofl's clients measure batch norms without noise or masks at the end"):
         build_stages(build_world(width_config(HeteroFLConfig, train)))
     build_stages(build_world(width_config(HeteroFLConfig, train, space={"norm": "none"})))
