@@ -60,8 +60,8 @@ class BaseNets(OfSubnet):
             outputs: Tensor = network.module(x_B, last)
             return outputs
 
-        def loss(objective: Objective, _outputs: Tensor, targets: Tensor) -> Tensor:
-            return loss_of_exits(objective, last, targets, 0.0)
+        def loss(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
+            return loss_of_exits(objective, [each.to(outputs.dtype) for each in last], targets, 0.0)
 
         return replace(network, forward=forward, slices=self._of_bases(network.slices), loss=loss)
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
+from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
@@ -145,6 +146,18 @@ def test_every_base_net_learns_by_its_own_loss(split_config: Make) -> None:
     assert torch.equal(results[1,], results[1, 3])
     assert torch.equal(results[1,], results[0, 1, 2, 3])
     assert not torch.equal(results[1,], weights["bases.1.0.weight"])
+
+
+def test_losses_are_float32_in_every_precision(split_config: Make) -> None:
+    config = split_config()
+    world = build_world(replace(config, executor=replace(config.executor, precision="bfloat16")))
+    worker, weights = Worker(world.spec), world.space.initial_weights(torch_stream(5, "test"))
+    task = Train(BaseNets(Subnet((1,)), (0, 1)), LocalSGD(epochs=1, batch_size=16, lr=0.1))
+    network = task.network.on(worker, Assignment("supernet", 0, 7, "tier3", task))
+    worker.load(network.module, weights, network.slices)
+    assert network.loss is not None
+    x, y = worker.client_data(7, "train")
+    assert network.loss(Objective(), network.forward(x), y).dtype == torch.float32
 
 
 # -- limits and refusals ----------------------------------------------------------------------------------------------
