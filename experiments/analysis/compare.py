@@ -381,8 +381,8 @@ def unit_values(tables: Tables, metric: str, over: str, each: str) -> pd.DataFra
     if each == "run":
         final = {run_id: final_model(of_run) for run_id, of_run in rows.groupby("run_id")}
         rows = rows[rows["model"] == rows["run_id"].map(final)]
-        if rows.groupby("run_id")["tier"].nunique().max() > 1:
-            raise ValueError("runs with a model per tier have no single model to test over samples: use each='model'")
+        if len(rows.drop_duplicates(["run_id", "tier", "subnet"])) > rows["run_id"].nunique():
+            raise ValueError("runs with several models have no single model to test over samples: use each='model'")
         rows = rows.assign(model=FINAL, tier=ALL_TIERS)
     return rows
 

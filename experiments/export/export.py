@@ -41,6 +41,7 @@ from fedloom.platform.data.trees import Tree, first, mapped, rows_of
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fedoras import FedorASConfig
+from fedloom.platform.methods.superfednas import ALONE
 from fedloom.platform.results.checkpoint import list_models
 from fedloom.platform.results.files import content_hash, sync
 from fedloom.platform.results.paths import RunPaths, find_run
@@ -128,7 +129,9 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
                 predicted = torch.cat([logits_of(module(x_B)).argmax(dim=1) for x_B, _ in batches_of(data)])
                 y = data.labels
             model = chosen.models[0] if len(chosen.models) == 1 else name
-            key = (model, chosen.tier or "server", "")
+            # A family has several models of one name, one per subnet.
+            subnet = architecture_id(chosen.architecture) if model == ALONE else ""
+            key = (model, chosen.tier or "server", subnet)
             correct[key] = ((predicted == y).numpy(), content_hash(y.numpy().tobytes()))
     return correct
 

@@ -6,7 +6,7 @@ from fedloom.experiments.runs.search import search_trained, trained_of
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import method_of
-from fedloom.platform.methods.superfednas import SEARCHED, group_of
+from fedloom.platform.methods.superfednas import ALONE, SEARCHED, group_of
 from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
 from fedloom.platform.results.files import as_stored
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
@@ -153,7 +153,7 @@ def _kept(paths: RunPaths, world: World, name: str) -> Chosen:
     architecture = parse_architecture(card["architecture"])
     world.space.validate(architecture)
     tier = card["tier"] or None
-    model = name.removeprefix(f"{tier}-") if tier else name.partition("-")[0]
+    model = ALONE if name == group_of(architecture) else name.removeprefix(f"{tier}-") if tier else name
     if model in CUT and _is_searched(paths, world):
         # The kept model has the supernet's running statistics; cutting it again computes the subnet's own.
         return _cut(paths, architecture, name)

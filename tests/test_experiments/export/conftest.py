@@ -70,6 +70,12 @@ def images(results: Path, norm: str, search: TargetSearchConfig = NO_SEARCH) -> 
     )
 
 
+def family(results: Path) -> RunConfig:
+    config = images(results, "none")
+    method = SuperFedNASConfig(family=["smallest", MIDDLE], separately=True, train=elastic_training(1))
+    return replace(config, experiment="family", method=method)
+
+
 def texts(results: Path, root: Path) -> RunConfig:
     (root / "ptb").mkdir(parents=True)
     for part, lines in (("train", 60), ("test", 12)):
@@ -144,6 +150,7 @@ class Runs:
         self._configs: dict[str, Callable[[], RunConfig]] = {
             "none": lambda: images(folder / "none", "none", search),
             "batch": lambda: images(folder / "batch", "batch"),
+            "family": lambda: family(folder / "family"),
             "text": lambda: texts(folder / "text", folder / "root"),
             "depths": lambda: depths(folder / "depths"),
             "recurrent": lambda: recurrent(folder / "recurrent", folder / "recurrent_root"),

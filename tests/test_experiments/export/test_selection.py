@@ -6,6 +6,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from fedloom.experiments.analysis import load, per_model
+from fedloom.experiments.analysis.compare import unit_values
 from fedloom.experiments.export import selection
 from fedloom.experiments.export.export import correct_by_sample, export
 from fedloom.experiments.export.selection import Wanted, check_wanted, target_label
@@ -61,15 +63,13 @@ def test_the_only_model_need_not_be_named_and_several_are_listed(runs: Any, monk
 
 
 def test_samples_that_kept_models_have_right_are_as_many_as_the_run_recorded(runs: Any) -> None:
-    for name in ("operators", "depths"):
+    for name in ("operators", "depths", "family"):
         run = runs[name]
-        found = correct_by_sample(run.paths)
-        rows = read_table(run.results, "evaluations", run_id=run.paths.run_id)
-        rows = rows[(rows["metric"] == "accuracy") & (rows["split"] == "test") & rows["client_id"].isna()]
-        recorded = rows.drop_duplicates(["model", "tier"], keep="last").set_index(["model", "tier"])["value"]
-        assert found
-        for (model, tier, _), (correct, _) in found.items():
-            assert correct.mean() == pytest.approx(recorded[model, tier]), (model, tier)
+        shares = {key: correct.mean() for key, (correct, _) in correct_by_sample(run.paths).items()}
+        recorded = per_model(load(run.results)).set_index(["model", "tier", "subnet"])["accuracy"]
+        assert shares == pytest.approx(recorded.to_dict())
+    with pytest.raises(ValueError, match="runs with several models have no single model"):
+        unit_values(load(runs["family"].results), "accuracy", "samples", "run")
 
 
 @pytest.mark.parametrize(
