@@ -49,14 +49,13 @@ def _label(panels: list[Axes], which: str) -> str:
 
 
 def _value(label: str, axis: Axis, value: float) -> str:
-    from matplotlib.ticker import FixedFormatter
+    from matplotlib.ticker import FixedLocator, FuncFormatter
 
-    formatter = axis.get_major_formatter()
-    if isinstance(formatter, FixedFormatter):  # each value or name has its own tick
+    locator, formatter, text = axis.get_major_locator(), axis.get_major_formatter(), f"{value:.4g}"
+    # Each value or name has its own tick.
+    if isinstance(locator, FixedLocator) and isinstance(formatter, FuncFormatter):
         ticks = axis.get_majorticklocs()
-        text = formatter.seq[int(np.abs(ticks - value).argmin())] if len(ticks) else ""
-    else:
-        text = f"{value:.4g}"
+        text, label = formatter(ticks[np.abs(ticks - value).argmin()]), axis.get_label_text()
     return f"{label}: {text}" if label else text
 
 
@@ -77,8 +76,9 @@ def _points(axes: Axes) -> Iterator[tuple[float, float, str, str]]:
                 intervals[float(x), float(y)] = f"95 % interval: {low:.4g} to {high:.4g}"
         elif isinstance(bar, BarContainer):
             for patch in bar.patches:
-                middle = patch.get_x() + patch.get_width() / 2
-                yield middle, patch.get_height(), _name(bar), ""
+                x, y = patch.get_center()
+                end = (patch.get_width(), y) if bar.orientation == "horizontal" else (x, patch.get_height())
+                yield *end, _name(bar), ""
     for line in axes.lines:
         if id(line) not in of_bars and line.get_marker() not in (None, "None", "none", "", " "):
             data = np.asarray(line.get_xydata(), dtype=float)

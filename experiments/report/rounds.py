@@ -329,7 +329,7 @@ def _bars(axes: Axes, sums: pd.DataFrame, scale: float, prefix: str) -> None:
     at = np.arange(len(sums), dtype=float)
     for column, colour, offset in (("bytes_down", BLUE, -0.2), ("bytes_up", VERMILION, 0.2)):
         values = sums[column].to_numpy(dtype=float)
-        axes.barh(at + offset, values / scale, height=0.36, color=colour)
+        axes.barh(at + offset, values / scale, height=0.36, color=colour, label=DIRECTIONS[column][3])
         for y, value in zip(at + offset, values, strict=True):
             style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
             axes.annotate(size(value), (value / scale, y), (4, 0), **style)

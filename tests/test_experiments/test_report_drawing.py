@@ -46,6 +46,25 @@ def _killed(_: Figure) -> drawing.Images:
     raise AssertionError
 
 
+def test_tooltips_name_the_values_that_have_ticks_of_their_own_and_are_at_the_ends_of_bars() -> None:
+    figure = drawing.new_figure((6.0, 3.0))
+    left, right = figure.subplots(1, 2)
+    left.barh([-0.2, 0.8], [4.0, 1.0], height=0.36, label="down")
+    drawing.quiet(left, xlabel="GB")
+    left.set_yticks([0, 1], ["training", "search"])
+    right.bar([0.1], [50.0], 0.3)
+    drawing.quiet(right, xlabel="alpha", ylabel="accuracy (%)")
+    right.set_xticks([0.0, 2.0], ["0.1", "10"])
+    spots = drawing.draw(figure).spots
+    assert [spot.text for spot in spots] == [
+        "down\nGB: 4\ntraining",
+        "down\nGB: 1\nsearch",
+        "alpha: 0.1\naccuracy (%): 50",
+    ]
+    ends = [figure.transFigure.inverted().transform(left.transData.transform(end)) for end in ((4, -0.2), (1, 0.8))]
+    assert [(spot.x, 1 - spot.y) for spot in spots[:2]] == [pytest.approx(tuple(end), abs=1e-3) for end in ends]
+
+
 def test_copies_draw_the_same_bytes(drawn_here: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     by_copies = [images for _, images in drawn(pictures(5))]
     assert not drawn_here
