@@ -180,6 +180,17 @@ def test_curves_over_rounds_megabytes_and_hours(tmp_path: Path) -> None:
         curve("loss", "days")
 
 
+def test_clients_score_their_models_after_the_round(tmp_path: Path) -> None:
+    writer = add_run(tmp_path, "a1")
+    score = {"model": "personal", "client_id": 7, "split": "validation", "metric": "accuracy", "samples": 1}
+    for round_, value in enumerate((0.2, 0.3)):
+        writer.add("evaluations", stage="train", round=round_, **score, value=value)
+    writer.close()
+    for axis, x in (("rounds", [1, 2]), ("megabytes", [3, 8])):
+        drawn = views.curves(views.Reader(), [writer.paths], "", "clients/validation/accuracy", axis)["curves"]["a1"]
+        assert (drawn["x"], drawn["y"]) == (x, [0.2, 0.3])
+
+
 def test_the_row_of_a_final_score_is_no_round(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path, "tiny", "a1")
     for round_, planned in enumerate((4, 4, 0)):
