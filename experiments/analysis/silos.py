@@ -72,14 +72,15 @@ WATCHED = "accuracy_while_training"
 def best_round(run: Tables) -> tuple[float, int] | None:
     """The highest mean test accuracy of the silos over the rounds in which it was measured, and the first such round.
 
-    It is chosen on test data and therefore too high, but papers report it (SPIDER, App. B.1). None if not measured.
+    Rounds are counted from 1. It is chosen on test data and therefore too high, but papers report it (SPIDER, App.
+    B.1). None if not measured.
     """
     rows = where(silos(run).evaluations, metric=WATCHED)
     rows = rows[(rows["samples"].fillna(0) > 0) & rows["value"].notna()]
     personal = rows[rows["model"] == PERSONAL]
     means = (personal if len(personal) else rows).groupby("round")["value"].agg(["mean", "size"])
     means = means.loc[means["size"] == means["size"].max(), "mean"].astype("float64")
-    return None if means.empty else (float(means.max()), int(means.idxmax()))
+    return None if means.empty else (float(means.max()), int(means.idxmax()) + 1)
 
 
 def _silo(key: tuple[Any, ...], rows: pd.DataFrame) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def test_the_best_round_on_test_data_stands_beside_the_last_and_says_what_it_is(
             writer.add("evaluations", **row, model="global", metric="accuracy_while_training", value=1.0)
     writer.close()
     values = silos.values("r1")
-    assert (values["accuracy"], values["best_accuracy"], values["best_round"]) == pytest.approx((0.6, 0.7, 1)), (
-        "the first of equal rounds, and none that misses a silo"
+    assert (values["accuracy"], values["best_accuracy"], values["best_round"]) == pytest.approx((0.6, 0.7, 2)), (
+        "the first of equal rounds, counted from 1, and none that misses a silo"
     )
     text = " ".join(silos.summary(["r1"]).split())
     assert "too high, as test data chose that round" in text
