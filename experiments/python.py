@@ -27,7 +27,7 @@ from fedloom.experiments.ablation.config import (
     load_ablation_config,
 )
 from fedloom.experiments.ablation.plan import plan_of
-from fedloom.experiments.analysis.tables import METRIC, paths_of
+from fedloom.experiments.analysis.tables import METRIC, WITHOUT_CLIENTS, paths_of
 from fedloom.experiments.passed import Names, called, check_current, is_plain, names_in
 from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
@@ -421,7 +421,7 @@ class Ablation:
         return write_ablation_report(root, plan.ablation_id, None if out is None else Path(out))
 
     def _loaded(self) -> "tuple[Plan, analysis.Tables]":
-        return analysis.load_ablation(self.results, self.id)
+        return analysis.load_ablation(self.results, self.id, tables=WITHOUT_CLIENTS)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from fedloom.platform.results.paths import RunPaths, find_runs, list_runs, runs_
 from fedloom.platform.results.tables import TABLES, read_runs
 
 ALL_TABLES = tuple(TABLES)
+WITHOUT_CLIENTS = tuple(name for name in ALL_TABLES if name != "clients")
+"""All tables except the longest, which models' scores and costs do not need."""
 
 RUN_KEY = ["experiment", "run_id"]
 """The columns that identify the run of a row."""

@@ -28,6 +28,7 @@ from fedloom.experiments.analysis.tables import (
     METRIC,
     SEARCH,
     TRAINING,
+    WITHOUT_CLIENTS,
     load_paths,
     natural,
     with_training,
@@ -515,5 +516,5 @@ def _seeds_last(column: "pd.Series[Any]") -> "pd.Series[Any]":
 def _outcomes_of(runs: Sequence[RunPaths], ablation: Ablation) -> dict[str, Outcomes]:
     if not runs:
         return {}
-    frame = ablation_frame(with_training(load_paths(runs)), ablation, each="run")
+    frame = ablation_frame(with_training(load_paths(runs, WITHOUT_CLIENTS)), ablation, each="run")
     return {str(row["run_id"]): {n: plain(float(row[n])) for n in OUTCOMES} for row in frame.to_dict("records")}

@@ -35,7 +35,15 @@ from fedloom.experiments.analysis.outcomes import MODEL_KEY, final_model, outcom
 from fedloom.experiments.analysis.rounds import convergence, megabytes, simulated_hours, steps
 from fedloom.experiments.analysis.settings import FEWEST, SEEDS, Estimate, is_absent, spread
 from fedloom.experiments.analysis.subnets import labels_of
-from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, SEARCH, Tables, natural, real_rounds, shown_models
+from fedloom.experiments.analysis.tables import (
+    METRIC,
+    SEARCH,
+    WITHOUT_CLIENTS,
+    Tables,
+    natural,
+    real_rounds,
+    shown_models,
+)
 from fedloom.experiments.report.axes import (
     Series,
     axis_looks,
@@ -885,7 +893,7 @@ def _facts(ablation: Ablation) -> RunFacts:
 
 def ablation_table(results: Path, ablation_id: str, targets: Sequence[Target] = ()) -> RenderableType:
     """The tables of an ablation's settings and of its targets' costs, for the terminal; fast, without matplotlib."""
-    study = study_of(*load_ablation(results, ablation_id, tables=[t for t in ALL_TABLES if t != "clients"]))
+    study = study_of(*load_ablation(results, ablation_id, tables=WITHOUT_CLIENTS))
     blocks = [points_block(study, wide=False), *(block for block in _target_blocks(study, targets) if block.rows)]
     return Group(*(rich_block(block, stacked=False) for block in blocks))
 

@@ -41,6 +41,7 @@ from fedloom.experiments.analysis.tables import (
     METRIC,
     SILOS,
     SUBNETS,
+    WITHOUT_CLIENTS,
     Bounds,
     Tables,
     by_stage,
@@ -185,7 +186,7 @@ def summary_table(
     Raises ValueError for an unknown run or a damaged table.
     """
     ids = [run_ids] if isinstance(run_ids, str) else run_ids
-    tables = with_silo_clients(load_chosen(results, ids, [t for t in ALL_TABLES if t != "clients"]))
+    tables = with_silo_clients(load_chosen(results, ids, WITHOUT_CLIENTS))
     labels = labels_of(tables)
     blocks = [
         *(narrow_tier_block(summary) for summary in tier_summaries(tables, upper_bounds(tables))),

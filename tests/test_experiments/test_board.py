@@ -191,6 +191,15 @@ def test_clients_score_their_models_after_the_round(tmp_path: Path) -> None:
         assert (drawn["x"], drawn["y"]) == (x, [0.2, 0.3])
 
 
+def test_outcomes_of_trials_are_shown_without_reading_their_clients(tmp_path: Path) -> None:
+    ablation = write_planned(tmp_path, ["ablation=comm_budget", "experiment=fedoras_digits"], rounds=1, candidates=2)
+    first = ablation.trials[0]
+    (part,) = RunPaths(tmp_path, first.experiment, first.run_id).table("clients").iterdir()
+    part.write_bytes(b"damaged")
+    view = views.ablation_view(views.Reader(), tmp_path, ablation.folder(tmp_path))
+    assert (view["trials"][0]["message"], view["trials"][0]["outcomes"]["accuracy"] > 0) == ("", True)
+
+
 def test_the_row_of_a_final_score_is_no_round(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path, "tiny", "a1")
     for round_, planned in enumerate((4, 4, 0)):
