@@ -26,6 +26,7 @@ from fedloom.experiments.analysis.tables import (
     runs_of_kind,
     shown_models,
     where,
+    with_training,
 )
 
 MEASURES = (METRIC, "loss", "macs", "parameters", "total_bytes", "simulated_s", "wall_s")
@@ -41,10 +42,12 @@ def per_model(tables: Tables) -> pd.DataFrame:
     Columns: experiment, run_id, seeds (all of them as JSON), model, tier ("all" for models of silos), subnet (empty
     except for members of a family), architecture, accuracy (a share) and loss on the whole test data (the mean over
     silos for cross-silo runs), macs (forward, per sample), parameters; and the totals of the method in that run, equal
-    for all its models: total_bytes (received and sent by all clients), simulated_s and wall_s. A run that was not
-    evaluated has one row with only these totals.
+    for all its models: total_bytes (received and sent by all clients), simulated_s and wall_s, which include the
+    training of a supernet that another run shared with it. A run that was not evaluated has one row with only these
+    totals.
     """
     requires(tables, "rounds", "evaluations", "candidates", "models")
+    tables = with_training(tables)
     parts = [_of_server(tables), _of_silos(tables)]
     columns = [*RUN_KEY, *MODEL_KEY, "architecture", *_QUALITIES, *_COSTS]
     rows = pd.concat([p[columns].astype(object) for p in parts if len(p)] or parts, ignore_index=True)
@@ -179,9 +182,9 @@ def outcomes(tables: Tables) -> pd.DataFrame:
     all); the totals of the method's own stages: total_bytes (received and sent by all clients), total_macs (forward
     passes), simulated_s, wall_s; epsilon (null without noise, or if a later stage trains without it); macs (forward,
     per sample) and parameters, means over the models. Values that were not measured are null; a run that was not
-    evaluated has only its costs. The costs of runs that reuse another run's supernet are complete only after
-    `with_training`.
+    evaluated has only its costs, which include those of a shared supernet, as in `per_model`.
     """
+    tables = with_training(tables)
     rows = per_model(tables)
     chosen = [_of_run(run, key) for key, run in rows.groupby(RUN_KEY, sort=False)]
     frame = pd.DataFrame(chosen, columns=[*RUN_KEY, "seeds", *MODEL_KEY, *_WHICH, *_FROM_MODELS])

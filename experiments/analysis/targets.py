@@ -17,6 +17,7 @@ from fedloom.experiments.analysis.tables import (
     configuration,
     real_rounds,
     requires,
+    with_training,
 )
 from fedloom.platform.federation.stopping import reaches
 
@@ -34,13 +35,15 @@ def first_reached(tables: Tables, target: float, metric: str = METRIC) -> pd.Dat
     Columns: experiment, run_id, seeds (all of them as JSON), stage, kind, tier, evaluations (their number), best (of
     their scores), reached (whether a score is at least the target for accuracy, a share, or at most the target for
     loss); and up to the first such score: rounds (of the stage), megabytes (received and sent by all clients) and
-    simulated_h, both since the run began: the method's earlier stages count, but not the stages of the same kind for
-    other tiers. They are null where the target was not reached. A score is the mean of the server's scores, or of the
-    clients' if the server has none, as for `stop.*`; nothing is interpolated. Raises ValueError for a metric other than
-    accuracy and loss.
+    simulated_h, both since the run began: the method's earlier stages count, also the training of a supernet that
+    another run shared with it, but not the stages of the same kind for other tiers. They are null where the target was
+    not reached. A score is the mean of the server's scores, or of the clients' if the server has none, as for `stop.*`;
+    nothing is interpolated. Raises ValueError for a metric other than accuracy and loss.
     """
     if metric not in TARGET_METRICS:
         raise ValueError(f"there are no targets for {metric!r}: give one of {', '.join(TARGET_METRICS)}")
+    requires(tables, "rounds", "evaluations")
+    tables = with_training(tables)
     scores = _scores(tables, metric)
     scores = scores.assign(reached=scores["score"].map(lambda value: reaches(metric, value, target)).astype(bool))
     stages = scores.groupby([*RUN_KEY, "stage", "kind", "tier"], sort=False)
@@ -104,7 +107,6 @@ def _scores(tables: Tables, metric: str) -> pd.DataFrame:
 
     Columns: experiment, run_id, stage, kind, tier, rounds_done, score.
     """
-    requires(tables, "rounds", "evaluations")
     curves = convergence(tables)
     columns = [*RUN_KEY, "stage", "kind", "tier", "rounds_done", "score"]
     values = {"metric" if metric == METRIC else metric: "score"}

@@ -31,7 +31,6 @@ from fedloom.experiments.analysis.tables import (
     WITHOUT_CLIENTS,
     load_paths,
     natural,
-    with_training,
 )
 from fedloom.experiments.board.index import LONGEST, UNREADABLE, Stamps, plain, read_columns, stamps_of
 from fedloom.experiments.store.ablations import PLAN, Ablation, read_ablation
@@ -516,5 +515,5 @@ def _seeds_last(column: "pd.Series[Any]") -> "pd.Series[Any]":
 def _outcomes_of(runs: Sequence[RunPaths], ablation: Ablation) -> dict[str, Outcomes]:
     if not runs:
         return {}
-    frame = ablation_frame(with_training(load_paths(runs, WITHOUT_CLIENTS)), ablation, each="run")
+    frame = ablation_frame(load_paths(runs, WITHOUT_CLIENTS), ablation, each="run")
     return {str(row["run_id"]): {n: plain(float(row[n])) for n in OUTCOMES} for row in frame.to_dict("records")}

@@ -98,8 +98,11 @@ from fedloom.platform.results.store import output_folder
 
 
 def load_chosen(results: Path, run_ids: Sequence[str] | None = None, tables: Iterable[str] = ALL_TABLES) -> Tables:
-    """Loads the tables of these runs (ids or unambiguous prefixes), or of the latest run if none is given."""
-    return load(results, run_ids or [latest_run(results)], tables=tables)
+    """Loads the tables of these runs (ids or unambiguous prefixes), or of the latest run if none is given.
+
+    Runs that started from the supernet of another run include the rows of its training (see `with_training`).
+    """
+    return with_training(load(results, run_ids or [latest_run(results)], tables=tables))
 
 
 def write_report(
@@ -137,7 +140,7 @@ def report_content(tables: Tables, targets: Sequence[Target] = ()) -> Content:
         *(subnet_block(summary, wide=True) for summary in subnet_summaries(tables, labels)),
         *(cost_block(comparison) for comparison in cost_comparisons(tables, labels)),
         *silo_blocks(tables, wide=True),
-        *target_blocks(with_training(tables), runs_of(settings), (setting_head(settings),), labels, targets),
+        *target_blocks(tables, runs_of(settings), (setting_head(settings),), labels, targets),
         staleness_block(tables, settings),
         *fairness_blocks(tables, settings),
         *class_blocks(tables, settings),
@@ -168,7 +171,7 @@ def runs_of(settings: Sequence[Setting]) -> RunsOf:
 
 def outcome_groups(tables: Tables, settings: Sequence[Setting]) -> Groups:
     """The settings with their runs' rows of `outcomes`."""
-    frame = outcomes(with_training(tables))
+    frame = outcomes(tables)
     return [((setting.name,), setting.rows(frame)) for setting in settings]
 
 
@@ -198,7 +201,7 @@ def summary_table(
     if targets is not None:
         settings = settings_of(tables)
         heads = (setting_head(settings),)
-        blocks += target_blocks(with_training(tables), runs_of(settings), heads, labels, targets)
+        blocks += target_blocks(tables, runs_of(settings), heads, labels, targets)
     shown = [rich_block(block, apart=ALL_TIERS) for block in blocks if block.rows]
     lines = missing_of(tables) if missing else ()
     return Group(*shown, *(Text(line, style="yellow") for line in lines))
@@ -352,7 +355,7 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None, targets: Se
         "silo_clients": records(per_silo(tables)),
         "personalisation": {"matrix": records(matrix), "gains": records(personalisation_gains(matrix))},
         "phases": [asdict(phase) for phase in phases(tables)],
-        "targets": target_records(with_training(tables), targets),
+        "targets": target_records(tables, targets),
     }
 
 

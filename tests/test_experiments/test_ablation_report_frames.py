@@ -11,6 +11,7 @@ from fedloom.experiments.analysis.ablation import held, is_grid
 from fedloom.experiments.analysis.rounds import steps
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables
+from fedloom.experiments.report.runs import load_chosen
 from fedloom.experiments.store.ablations import Ablation
 from tools.generated_ablation import Fates, write_planned
 
@@ -162,6 +163,10 @@ def test_runs_that_began_with_anothers_supernet_have_its_training(tmp_path: Path
     )
     alone = analysis.load(tmp_path, ablation.trials[4].run_id)
     assert not (alone.rounds["stage"] == "supernet").any()
+    assert set(analysis.outcomes(alone)["total_bytes"]) == {50 * 10 * 4000 * 2}, "as if it had trained it"
+    of_stages = analysis.first_reached(alone, 0.5).groupby("kind")["megabytes"].min()
+    assert of_stages["fine_tuned"] > 10 * 10 * 4000 * 2 / 1e6
+    assert (load_chosen(tmp_path, [ablation.trials[4].run_id]).rounds["stage"] == "supernet").sum() == 10
     rounds = tables.rounds[tables.rounds["stage"] == "supernet"]
     assert rounds.groupby("run_id").size().tolist() == [10] * 18
     assert set(frame["total_bytes"]) == {50 * 10 * 4000 * 2}  # 10 rounds of training, 40 of fine-tuning
