@@ -23,6 +23,9 @@ FREE = (
 )  # fmt: skip
 """Keys and key prefixes that do not affect what is trained: names, seeds, and where and how it is computed."""
 
+PRECISION = "executor.precision"
+"""The key below `FREE` that affects more than the last bits of a result."""
+
 NOT_SET = "(not set)"
 """Value of a key that the configuration of a run does not have, for instance because its version is older."""
 
@@ -145,8 +148,13 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def essential(config: Mapping[str, Any], ignore: Sequence[str] = ()) -> dict[str, Any]:
     """The dotted keys and values that affect what is trained: all except those in `FREE` and `ignore`."""
-    free = (*FREE, *ignore)
-    return {k: v for k, v in flat(config) if not any(k == f or k.startswith(f"{f}.") for f in free)}
+    known = {key: value for key, value in flat(config) if not _is_below(key, ignore)}
+    return {key: value for key, value in known.items() if key == PRECISION or not _is_below(key, FREE)}
+
+
+def _is_below(key: str, prefixes: Sequence[str]) -> bool:
+    """Whether the key is one of these, or below one of them."""
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,5 +1,6 @@
 """Settings: their names, what they differ in, and numbers over their seeds."""
 
+import json
 from typing import Any
 
 import pandas as pd
@@ -39,6 +40,20 @@ def test_a_run_that_stored_no_configuration_is_a_setting_of_its_own(runs: Any) -
     for run_id in ("r1", "r2"):
         RunWriter.create(runs.root, "demo", run_id).close()
     assert names_of(runs, "r1", "r2") == ["demo, r1", "demo, r2"]
+
+
+def test_runs_of_another_precision_are_another_setting_and_those_of_other_actors_are_not(runs: Any) -> None:
+    for run_id, executor in (
+        ("r1", {"precision": "float32", "actors": 1}),
+        ("r2", {"precision": "float32", "actors": 4}),
+        ("r3", {"precision": "bfloat16", "actors": 1}),
+    ):
+        config = {"experiment": "demo", "seed": 1, "executor": executor}
+        writer = RunWriter.create(runs.root, "demo", run_id)
+        writer.update_run(config=json.dumps(config))
+        writer.close()
+    settings = [(setting.name, setting.run_ids) for setting in settings_of(analysis.load(runs.root))]
+    assert settings == [("demo, precision=float32", ("r1", "r2")), ("demo, precision=bfloat16", ("r3",))]
 
 
 def test_a_setting_counts_its_distinct_seeds(runs: Any) -> None:
