@@ -162,9 +162,8 @@ def _export(paths: RunPaths, world: World, chosen: Chosen, folder: Path, formats
         )
     sample = data.tensors(slice(2))[0]
     encoded = encode(module, sample, formats)
-    comparison = compare(
-        _reference(worker, chosen, module), {kind: file.forward for kind, file in encoded.items()}, data
-    )
+    files = {kind: file.forward for kind, file in encoded.items()}
+    comparison = compare(_reference(worker, chosen, module), files, data, worker.objective)
     check_agreement(comparison)
     name = chosen.label
     if len(name) > LONGEST_NAME:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from fedloom.platform.clients.evaluation import batches_of
-from fedloom.platform.clients.objectives import IGNORED, logits_of
+from fedloom.platform.clients.objectives import IGNORED, Objective, logits_of
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.data.dataset import StoredSamples
 from fedloom.platform.data.trees import Tree, single
@@ -186,26 +186,34 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The number of the model's correct predictions, and the agreement of each file with the model."""
+    """The number of the model's correct predictions among the targets, and the agreement of each file with the model.
 
-    correct: int
+    They are counted by the run's objective, whose own metric need not be a number of predictions.
+    """
+
+    correct: float
     targets: int
     samples: int
     agreements: Mapping[str, Agreement]
 
 
 @torch.no_grad()
-def compare(reference: Forward, files: Mapping[str, Forward], data: Samples | StoredSamples) -> Comparison:
+def compare(
+    reference: Forward, files: Mapping[str, Forward], data: Samples | StoredSamples, objective: Objective
+) -> Comparison:
     """Runs the model and its files on all samples, in the batch size that runs use for scoring.
 
-    `data` holds inputs of shape (n, ...) and labels of shape (n,) or (n, T); padding does not count.
+    `data` holds inputs of shape (n, ...) and labels of shape (n,) or (n, T). Files are compared on all targets except
+    padding; the objective says which of them it scores.
     """
     agreements = {name: Agreement() for name in files}
-    correct = targets = samples = 0
+    correct: float = 0
+    targets = samples = 0
     for x_B, y_B in ((x, single(y, "an export", "labels")) for x, y in batches_of(data)):
-        logits, counts = logits_of(reference(x_B)), y_B != IGNORED
-        correct += int((logits.argmax(dim=1) == y_B).sum())
-        targets += int(counts.sum())
+        outputs = reference(x_B)
+        logits, counts = logits_of(outputs), y_B != IGNORED
+        correct += objective.metric_sum(outputs, y_B).item()
+        targets += int(objective.counted(outputs, y_B))
         samples += len(y_B)
         for name, forward in files.items():
             agreements[name].add(logits, forward(x_B), counts)

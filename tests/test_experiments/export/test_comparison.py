@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.experiments.export.formats import Agreement, Comparison, check_agreement, compare
+from fedloom.platform.clients.objectives import LastPosition, Objective
 
 
 def test_differences_are_counted_by_hand() -> None:
@@ -16,7 +17,7 @@ def test_differences_are_counted_by_hand() -> None:
     def shifted(x: Tensor) -> Tensor:
         return x + torch.tensor([0.0, 1.5])
 
-    found = compare(lambda x: x, {"same": lambda x: x.clone(), "shifted": shifted}, (x, y))
+    found = compare(lambda x: x, {"same": lambda x: x.clone(), "shifted": shifted}, (x, y), Objective())
     assert (found.correct, found.targets, found.samples) == (2, 3, 3)
     assert found.agreements["same"] == Agreement(0.0, 3.0, 0, 3, 3)
     assert found.agreements["shifted"] == Agreement(1.5, 3.0, 2, 3, 3)
@@ -25,15 +26,23 @@ def test_differences_are_counted_by_hand() -> None:
 def test_padding_does_not_count() -> None:
     logits = torch.tensor([[[1.0, 1.0], [0.0, 0.0]]])  # one text, two tokens to choose from, two positions
     y = torch.tensor([[0, -100]])
-    found = compare(lambda x: x, {"other": lambda x: x.flip(1)}, (logits, y))
+    found = compare(lambda x: x, {"other": lambda x: x.flip(1)}, (logits, y), Objective())
     assert (found.correct, found.targets, found.samples) == (1, 1, 1)
     assert found.agreements["other"] == Agreement(1.0, 1.0, 1, 1, 1)
+
+
+def test_the_score_is_that_of_the_objective_and_files_agree_at_all_positions() -> None:
+    logits = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]]])
+    y = torch.tensor([[0, 0], [0, 1]])
+    compared = compare(lambda x: x, {"same": lambda x: x.clone()}, (logits, y), LastPosition())
+    assert (compared.correct, compared.targets, compared.samples) == (1, 2, 2)
+    assert compared.agreements["same"] == Agreement(0.0, 1.0, 0, 4, 2)
 
 
 def test_a_difference_that_is_no_number_is_not_forgotten() -> None:
     x, y = torch.ones(300, 2), torch.zeros(300, dtype=torch.int64)
     calls: Iterator[float] = iter([float("nan"), 0.0])
-    found = compare(lambda x: x, {"nan": lambda x: x + next(calls)}, (x, y))
+    found = compare(lambda x: x, {"nan": lambda x: x + next(calls)}, (x, y), Objective())
     assert np.isnan(found.agreements["nan"].max_abs_difference)
     with pytest.raises(ValueError, match="differ from the model's by nan"):
         check_agreement(found)
