@@ -183,10 +183,12 @@ def by_stage(frame: pd.DataFrame) -> pd.DataFrame:
 def real_rounds(rounds: pd.DataFrame) -> pd.DataFrame:
     """The rows of `rounds` without those in which a training stage only scored its final weights.
 
-    Such a row follows the stage's last training round and has no planned clients.
+    Such a row follows the stage's last training round and has no planned clients. Stages in which the server works
+    alone have no such row.
     """
-    trains = ~by_stage(rounds)["kind"].isin([SEARCH, *MEASUREMENTS])
-    last = rounds["round"] == rounds.groupby(["run_id", "stage"])["round"].transform("max")
+    stages = rounds.groupby(["run_id", "stage"])
+    trains = ~by_stage(rounds)["kind"].isin([SEARCH, *MEASUREMENTS]) & (stages["clients_planned"].transform("max") > 0)
+    last = rounds["round"] == stages["round"].transform("max")
     only_scored = trains & last & (rounds["clients_planned"] == 0)
     return rounds[~only_scored.fillna(False).astype(bool)]
 

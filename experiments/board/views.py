@@ -301,7 +301,7 @@ def _curve(
 ) -> tuple[list[Any], list[float]]:
     frame = table.filter(pa.compute.equal(table["stage"], stage)).sort_by("round")
     planned = frame["clients_planned"].fill_null(1).to_numpy()
-    if len(planned) and planned[-1] == 0:  # the row of the final score (see `real_rounds`)
+    if len(planned) and planned[-1] == 0 < planned.max():  # the row of the final score (see `real_rounds`)
         frame = frame.slice(0, len(planned) - 1)
     rounds = frame["round"].to_numpy()
     if metric in OF_ROUNDS:

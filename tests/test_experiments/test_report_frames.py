@@ -213,14 +213,16 @@ def test_scores_after_the_last_round_are_no_round_of_training(tmp_path: Path) ->
         pd.testing.assert_frame_equal(found, expected)
 
 
-def test_a_round_in_training_without_clients_counts_and_so_does_a_central_search(tmp_path: Path) -> None:
+def test_a_round_in_training_without_clients_counts_and_so_do_rounds_of_the_server_alone(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path, "demo", "r1")
     for round_, planned in enumerate((2, 0, 2)):  # nobody was available for the second round
         writer.add("rounds", **round_row("supernet", round_, 10, 10, clients_planned=planned))
-    writer.add("rounds", **round_row("search/tier1", 0, 0, 0, clients_planned=0))
+    for stage, rounds in (("search/tier1", 1), ("slices", 2)):
+        for round_ in range(rounds):
+            writer.add("rounds", **round_row(stage, round_, 0, 0, clients_planned=0))
     writer.close()
     stages = communication(load(tmp_path))
-    assert dict(zip(stages["stage"], stages["rounds"], strict=True)) == {"supernet": 3, "search/tier1": 1}
+    assert dict(zip(stages["stage"], stages["rounds"], strict=True)) == {"supernet": 3, "search/tier1": 1, "slices": 2}
 
 
 def test_pareto_keeps_feasible_candidates_and_marks_front_and_winner(tables: Tables) -> None:
