@@ -1,14 +1,14 @@
 "use strict";
 // Tables are sorted by their heads and filtered by a search field; figures say the values under the mouse.
 const FACTORS = {k: 1e3, M: 1e6, G: 1e9, T: 1e12, P: 1e15, E: 1e18, min: 60, h: 3600};
-const NUMBER = /^[<~]?\s*([+\-−]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(min|h|[kMGTPE])?/;
+const NUMBER = /^[<~]?\s*([+\-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?)\s*(min|h|[kMGTPE])?/;
 
 function value(cell) {
   const text = cell.textContent.trim().replaceAll("\u00a0", " ");
   if (text === "" || text === "–") return null;
   if (cell.classList.contains("text") && !/^[+\-−]?[\d.]+$/.test(text)) return text;
   const match = NUMBER.exec(text);
-  return match ? Number(match[1].replace("−", "-")) * (FACTORS[match[2]] ?? 1) : text;
+  return match ? Number(match[1].replace("−", "-").replaceAll(",", "")) * (FACTORS[match[2]] ?? 1) : text;
 }
 
 function compare(a, b, sign) {

@@ -113,6 +113,7 @@ ROWS = [
     ("c", "950 MB ± 1 GB"),
     ("d", "-3.0"),
     ("e", "12 min"),
+    ("g", "12,345 ± 1,000"),
     *[("f", "1e-05")] * 2,
 ]
 
@@ -139,10 +140,10 @@ def test_tables_are_sorted_and_filtered_by_keyboard(browser: str, tmp_path: Path
     done = browse(browser, page, tmp_path / "profile", "--dump-dom")
     assert console_lines(done) == []
     assert told(done) == {
-        "up": ["d f f a10 e c b a9", "ascending"],
-        "down": ["b c e a10 f f d a9", "descending"],
-        "names": ["a9 a10 b c d e f f", "ascending"],
-        "none": ["", "0 of 8 rows"],
+        "up": ["d f f a10 e g c b a9", "ascending"],
+        "down": ["b c g e a10 f f d a9", "descending"],
+        "names": ["a9 a10 b c d e f f g", "ascending"],
+        "none": ["", "0 of 9 rows"],
         "one": ["c", "Filter rows: t"],
     }
 
