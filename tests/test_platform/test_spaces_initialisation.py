@@ -70,3 +70,13 @@ def test_blank_modules_are_nan_and_touch_no_generator() -> None:
     assert bool(module[0].weight.isnan().all())
     assert bool(module[1].running_var.isnan().all())
     assert module[1].num_batches_tracked.item() == 0
+
+
+def test_a_buffer_that_nothing_would_load_is_refused() -> None:
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(2, 2))
+        module.register_buffer("mask", torch.ones(2), persistent=False)
+        return module
+
+    with pytest.raises(ValueError, match="buffer mask is not persistent, so that its value would be lost"):
+        blank(build)
