@@ -151,8 +151,13 @@ class SearchSpace(Protocol):
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether a subnet's running statistics must be estimated before it is scored."""
-        return False
+        """Whether a subnet's running statistics must be estimated before it is scored; by default those of slices."""
+
+        def compute(space: SearchSpace) -> bool:
+            # What a batch norm sees differs between subnets of different widths.
+            return any(name.endswith("running_mean") for name in supernet_shapes(space)) and space.slices_tensors
+
+        return once(self, "keeps_statistics", compute)
 
     @property
     def constants_hash(self) -> str:

@@ -74,6 +74,11 @@ class DepthSpace(SlicedSpace):
         self.input_shape, self.input_dtype = tuple(design.input_shape), design.input_dtype
         self.options = (design.num_exits,)
 
+    @property
+    def keeps_statistics(self) -> bool:
+        """False: a block's inputs are the same at every depth."""
+        return False
+
     def num_exits(self, architecture: Architecture) -> int:
         """The number of blocks, each of which has an exit."""
         return architecture[0] + 1

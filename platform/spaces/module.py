@@ -71,6 +71,11 @@ class WithConstants(SearchSpace):
             return self.largest_network(CONSTANTS_SEED)
 
     @property
+    def keeps_statistics(self) -> bool:
+        """False: all subnets share the statistics of one network."""
+        return False
+
+    @property
     def slices_tensors(self) -> bool:
         """True, so that stand-alone modules score it: a supernet would hold the constants a second time."""
         return True

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.platform.settings import NOT_EMPTY
-from fedloom.platform.spaces.base import SearchSpace, SlicedSpace, samples_of, supernet_shapes
+from fedloom.platform.spaces.base import SearchSpace, SlicedSpace, samples_of
 from fedloom.platform.spaces.slices import Architecture
 from fedloom.platform.spaces.space_config import SpaceConfig, Spaces, from_design, spaces_of
 from fedloom.platform.spaces.width import (
@@ -67,11 +67,6 @@ class SplitSpace(SlicedSpace):
     def label(self, architecture: Architecture) -> str:
         """Such as `nets=2`."""
         return f"nets={self.num_bases(architecture)}"
-
-    @cached_property
-    def keeps_statistics(self) -> bool:
-        """Whether it has batch norms."""
-        return any(name.endswith("running_mean") for name in supernet_shapes(self))
 
     def _network(self, architecture: Architecture) -> nn.Module:
         return Mix([self._base() for _ in range(self.num_bases(architecture))]).eval()  # as its base nets are

@@ -258,11 +258,6 @@ class WidthSpace(LeadingSpace):
         """Such as `p=.25`."""
         return f"p={self.width_of(architecture):g}"
 
-    @cached_property
-    def keeps_statistics(self) -> bool:
-        """Whether it has batch norms, whose statistics differ between widths."""
-        return any(name.endswith("running_mean") for name in supernet_shapes(self))
-
     def _network(self, architecture: Architecture) -> nn.Module:
         share, sample = self.width_of(architecture), samples_of(self, 2)
         module = narrowed(self.design.build, sample, partial(channels_kept, share))

@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 import torch
+from torch import nn
 
 from fedloom.platform.clients import scoring
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task
@@ -21,9 +22,10 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedoras import Paths
 from fedloom.platform.seeding import stream, torch_stream
+from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.operator_choice import Beginnings, OperatorChoiceSpace, PathNetwork
 from fedloom.platform.spaces.registry import build_space
-from fedloom.platform.spaces.slices import extract
+from fedloom.platform.spaces.slices import Architecture, extract
 from fedloom.platform.spaces.space_config import SpaceConfig
 
 LOCAL = LocalSGD(epochs=2, batch_size=16, lr=0.05, momentum=0.9)
@@ -207,3 +209,20 @@ def test_a_diverged_path_leaves_the_others_scores_alone(setting: Setting) -> Non
 @pytest.mark.parametrize(("name", "keeps"), [("cnn_digits", True), ("rnn_shakespeare", False)])
 def test_a_space_says_whether_paths_have_statistics(name: str, keeps: bool) -> None:
     assert build_space(SpaceConfig(name)).keeps_statistics == keeps
+
+
+@pytest.mark.parametrize(("norm", "keeps"), [(nn.BatchNorm1d, True), (nn.LayerNorm, False)])
+def test_slices_of_batch_norms_get_statistics_in_a_space_of_the_users_own(
+    norm: Callable[[int], nn.Module], keeps: bool
+) -> None:
+    class Units(SearchSpace):
+        name, input_shape, options = "units", (4,), (2,)
+
+        def build_supernet(self) -> nn.Module:
+            return self.build_subnet((1,))
+
+        def build_subnet(self, architecture: Architecture) -> nn.Module:
+            units = (2, 3)[architecture[0]]
+            return nn.Sequential(nn.Linear(4, units), norm(units))
+
+    assert Units().keeps_statistics == keeps
