@@ -80,9 +80,16 @@ from fedloom.platform.settings import (
     ZERO_OR_MORE,
     ComponentName,
 )
-from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.base import SearchSpace, supernet_tensors
 from fedloom.platform.spaces.capabilities import with_depths
-from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, architecture_id, parse_architecture
+from fedloom.platform.spaces.slices import (
+    Architecture,
+    Slice,
+    SliceMap,
+    architecture_id,
+    bytes_of,
+    parse_architecture,
+)
 
 SEARCHED = "searched"
 """The name of models found by the search, sliced from the supernet without further training."""
@@ -216,8 +223,8 @@ class Shrinking:
                 taught.passed(outputs)
             return outputs
 
-        whole = {name: Slice(name) for name in worker.tensors_of(module)}
         loss, passes = None if taught is None else taught.loss, self.subnets_per_batch
+        whole = self.held(worker.space)
         return DrawingNetwork(module, forward, whole, 0.0, passes=passes, loss=loss, spent_macs=spent_macs)
 
     def account(self, worker: Worker, assignment: Assignment, batches: Sequence[int]) -> Account:
@@ -227,13 +234,13 @@ class Shrinking:
         for size in batches:
             for _ in range(self.subnets_per_batch):
                 macs += macs_of(next(draws)) * size
-        tables = (worker.space.cost_table(measure) for measure in ("bytes", "parameters"))
-        size_bytes, parameters = (table.cost(worker.space.largest) for table in tables)
-        return Account(macs, size_bytes, int(parameters))
+        tensors = supernet_tensors(worker.space)
+        parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.requires_grad)
+        return Account(macs, bytes_of(tensors), parameters)
 
     def held(self, space: SearchSpace) -> SliceMap:
-        """The whole supernet."""
-        return space.slices(space.largest)
+        """The whole supernet, of which a space of operators' largest subnet is only a part."""
+        return {name: Slice(name) for name in supernet_tensors(space)}
 
     def _draws(self, worker: Worker, assignment: Assignment) -> Iterator[Architecture]:
         rng, space = stream(worker.spec.training_seed, "subnets", *places_of(assignment)), worker.space

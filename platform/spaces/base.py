@@ -356,6 +356,11 @@ def supernet_shapes(space: SearchSpace) -> Mapping[str, tuple[int, ...]]:
     return once(space, "shapes", compute)
 
 
+def supernet_tensors(space: SearchSpace) -> Mapping[str, Tensor]:
+    """The supernet's tensors that server and clients exchange, on the meta device."""
+    return once(space, "tensors", lambda s: travelling(on_meta(s.build_supernet)))
+
+
 def samples_of(space: SearchSpace, count: int = 1) -> Tensor:
     """A batch of samples on the meta device."""
     return torch.zeros((count, *space.input_shape), dtype=space.input_dtype, device="meta")

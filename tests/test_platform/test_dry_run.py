@@ -85,6 +85,11 @@ def whole_supernet(elastic: Make, _tiny: Make) -> RunConfig:
     return elastic(train={"rounds": 2, "travels": "supernet", "shrinking": ShrinkingConfig(2, 0.5)})
 
 
+def whole_supernet_of_operators(elastic: Make, tiny: Make) -> RunConfig:
+    config = elastic(train={"rounds": 2, "travels": "supernet", "shrinking": ShrinkingConfig(2, 0.0)})
+    return replace(config, space=tiny().space)
+
+
 def compressed(elastic: Make, _tiny: Make) -> RunConfig:
     options = {"share": 0.2, "bits": 4, "direction": "both"}
     return elastic("batch", train={"rounds": 2, "processors": ["clip", "top_k", "uniform"], "options": options})
@@ -121,7 +126,10 @@ def fedavg(_elastic: Make, tiny: Make) -> RunConfig:
 
 @pytest.mark.parametrize(
     "make",
-    [slices, compressed, tier_aware, whole_supernet, separately, dropouts, traced, fedoras, fedavg],
+    [
+        *(slices, compressed, tier_aware, whole_supernet, whole_supernet_of_operators),
+        *(separately, dropouts, traced, fedoras, fedavg),
+    ],
     ids=lambda f: f.__name__,
 )
 def test_a_dry_run_has_the_rows_of_the_real_one(
