@@ -242,7 +242,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         check_scored(world.config.stop, "method.train.evaluate_paths=0", names_some=config.evaluate_paths > 0)
 
     def score(state: RunState) -> list[ScoreSubnets]:
-        rng = stream(world.config.seed_for("search"), "evaluate_paths")
+        rng = stream(world.config.seed_for("training"), "evaluate_paths")
         paths = [world.space.sample(rng) for _ in range(config.evaluate_paths)]
         # The same paths for every task, so that the tasks' accuracies can be compared.
         of_tasks = [tuple((*path[:-1], task) for path in paths) for task in range(len(world.tasks.names))]

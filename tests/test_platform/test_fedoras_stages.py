@@ -16,7 +16,7 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.config import BudgetConfig, RunConfig, SeedsConfig, TiersConfig
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import fedoras
@@ -323,6 +323,13 @@ def test_the_supernet_is_scored_before_its_rounds_and_after_the_last(finished: A
         task = ScoreSubnets((parse_architecture(row["architecture"]),), "afterwards")
         outcome = task.run(worker, Assignment("supernet", 2, None, "server", task), weights)
         assert {m.metric: m.value for m in outcome.measurements}["accuracy"] == row["value"]
+
+
+def test_the_scored_paths_do_not_depend_on_the_searchs_seed(tiny_config: Make) -> None:
+    """They may end the training early, and runs with other seeds of the search share the trained supernet."""
+    worlds = [build_world(tiny_config(seeds=SeedsConfig(search=seed))) for seed in (1, 2)]
+    first, second = (stage_of(world, "supernet").score(supernet_state(world)) for world in worlds)
+    assert first == second
 
 
 def test_without_evaluate_every_nothing_is_scored(tiny_config: Make, step_through: Any) -> None:
