@@ -20,7 +20,7 @@ from fedloom.platform.results.checkpoint import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import stored_world
-from fedloom.platform.search.targets import Sample, TargetSearchConfig
+from fedloom.platform.search.targets import UNFITTED, Sample, TargetSearchConfig
 from fedloom.platform.spaces.slices import Weights, architecture_id, parse_architecture
 
 DEFAULT_SAMPLES = 200
@@ -47,15 +47,18 @@ def search_trained(trained: Trained, macs: Sequence[float], latency_s: Sequence[
     """Finds the winner for every target, verified on validation data.
 
     The accuracies that the run measured are used again, unless more samples are requested; latencies are measured on
-    this machine. Raises ValueError with one line for targets outside the space, and if a predictor does not reach
-    `min_tau`.
+    this machine. The predictor is the run's, or an MLP if the run fitted none. Raises ValueError with one line for
+    targets outside the space, and if a predictor does not reach `min_tau`.
     """
     if not macs and not latency_s:
         raise ValueError("give at least one target: --macs 1e9 or --latency-s 0.02")
+    predictor = "mlp" if trained.config.predictor in UNFITTED else trained.config.predictor
     config = replace(
-        trained.config, macs=list(macs), macs_above=[], latency_s=list(latency_s), front=0, predictor="mlp"
+        trained.config, macs=list(macs), macs_above=[], latency_s=list(latency_s), front=0, predictor=predictor
     )
-    samples = trained.samples if len(trained.samples) >= config.samples else ()
+    # A small space has fewer subnets than samples are asked for.
+    wanted = min(config.samples, trained.world.space.num_architectures)
+    samples = trained.samples if len(trained.samples) >= wanted else ()
     executor = SerialExecutor(Worker(trained.world.spec))  # on the CPU wherever it was trained
     return search_supernet(trained.world, config, trained.weights, samples, executor)
 

@@ -5,10 +5,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fedloom.experiments.runs.search import Trained, search_trained
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
@@ -114,6 +116,30 @@ def test_new_targets_need_no_training_and_are_refused_below_tau(elastic_config: 
     assert all(np.array_equal(before[n], weights[n]) for n in before)
     with pytest.raises(ValueError, match=r"below the required 1: measure more samples or lower min_tau$"):
         search_supernet(world, replace(wanted, min_tau=1.0), weights, (), executor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [
+        ({"predictor": "ridge:ridge", "options": {"strength": 0.5}}, ("ridge:ridge", {"strength": 0.5})),
+        ({"predictor": "mlp"}, ("mlp", {})),
+        ({"predictor": "fitness"}, ("mlp", {})),
+    ],
+)
+def test_new_targets_are_searched_with_the_runs_predictor_and_all_that_it_measured(
+    settings: dict[str, Any], used: tuple[str, dict[str, float]], elastic_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, dict[str, float], int]] = []
+
+    def search(_world: World, config: TargetSearchConfig, _weights: object, samples: tuple[Sample, ...], _: Any) -> Any:
+        asked.append((config.predictor, config.options, len(samples)))
+        return []
+
+    monkeypatch.setattr("fedloom.experiments.runs.search.search_supernet", search)
+    world = build_world(elastic_config())
+    measured = tuple(Sample(a, 1.0, 0.5) for a in world.space.enumerate())
+    search_trained(Trained("a run", world, TargetSearchConfig(**settings), {}, measured), [1e5], [])
+    assert asked == [(*used, 36)], "200 samples were asked for; the space has 36 subnets"
 
 
 def test_a_latency_is_measured_where_a_target_asks_for_it(elastic_config: Make) -> None:
