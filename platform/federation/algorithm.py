@@ -366,6 +366,12 @@ class TrainingStage:
         if weights is None:
             return state
         self.processing.begin(state.data)
+        if self.config.rounds and not len(self.population):
+            logger.warning(
+                "%s: no client can take part, so that the model keeps its initial weights: see tiers.shares, or what "
+                "else decides about the clients' tiers",
+                self.name,
+            )
         if self.keeps_updates:
             logger.warning(
                 "%s: %s keeps every update of a round in the server's memory, up to %d times %.1f MB",

@@ -9,6 +9,7 @@ for each tier, `models` times:
 evaluate every tier's best model
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ from fedloom.platform.search.config import SearchConfig, SearchProblem
 from fedloom.platform.search.generations import RandomSearch
 from fedloom.platform.settings import UP_TO_A_THOUSAND
 from fedloom.platform.spaces.slices import Architecture, architecture_id, parse_architecture
+
+logger = logging.getLogger(__name__)
 
 SCORES = "random_nas"
 """The JSON value that holds per tier the scores of its models so far: architecture, metric and loss."""
@@ -141,6 +144,11 @@ def stages(config: RandomNasConfig, world: World) -> list[Stage]:
     sequence: list[Stage] = []
     for tier in range(len(world.tiers)):
         architectures = drawn(world, tier, config.models)
+        if len(architectures) < config.models:
+            logger.warning(
+                "%s: method.models asks for %d models, but its bounds hold only %d",
+                *(world.tiers[tier].name, config.models, len(architectures)),
+            )
         for number, architecture in enumerate(architectures):
             last = number == len(architectures) - 1
             sequence.append(tier_stage(world, config.train, tier, model_name(number), "method.train", architecture))

@@ -285,6 +285,10 @@ class TierSearchStage(Stage):
             logger.warning("%s: the search asked for %d models and found %d", goal.name, goal.budget, len(history))
         front = {s.architecture for s in pareto_front(history)}
         won = winner(feasible).architecture if feasible else None
+        if history and won is None:
+            logger.warning(
+                "%s: none of %d models has a finite score, so that there is no winner", self.name, len(history)
+            )
         measured = history
         if self.config.metric != "accuracy":  # the searcher was told losses
             known = state.data.get(self._accuracies, {})

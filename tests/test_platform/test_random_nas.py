@@ -84,7 +84,9 @@ def test_a_models_weights_are_kept_only_while_they_can_win(tiny_config: Make, st
             assert group.startswith("tier1-random_")
 
 
-def test_a_tier_with_fewer_models_than_asked_for_trains_those(tiny_config: Make) -> None:
+def test_a_tier_with_fewer_models_than_asked_for_trains_those(
+    tiny_config: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     config = configured(tiny_config())
     top = build_world(config).cost_table.largest
     few = replace(config, tiers=replace(config.tiers, count=2, upper_bounds=[top * 0.999999, top]))
@@ -92,3 +94,4 @@ def test_a_tier_with_fewer_models_than_asked_for_trains_those(tiny_config: Make)
     assert len(drawn(world, 1, 3)) == 1, "only the largest path costs so much"
     names = [stage.name for stage in build_stages(world) if stage.name.endswith("tier2")]
     assert names == ["random_0/tier2", "choice_0/tier2"]
+    assert caplog.messages == ["tier2: method.models asks for 3 models, but its bounds hold only 1"]

@@ -189,7 +189,9 @@ def test_who_comes_too_late_has_no_say_in_the_search(tiny_config: Make, step_thr
     assert all(math.isnan(s.metric) and not s.feasible for s in history)
 
 
-def test_a_diverged_supernet_has_no_feasible_model_and_no_winner(tiny_config: Make, step_through: Any) -> None:
+def test_a_diverged_supernet_has_no_feasible_model_and_no_winner(
+    tiny_config: Make, step_through: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     for scoring in ("central", "federated"):
         config = tiny_config()
         config.method.search.scoring = scoring
@@ -202,6 +204,8 @@ def test_a_diverged_supernet_has_no_feasible_model_and_no_winner(tiny_config: Ma
         assert len(rows) == 6
         assert not any(row["feasible"] or row["on_front"] for row in rows)
         assert winner_of(ended.state, "tier1") is None
+        assert "search/tier1: none of 6 models has a finite score, so that there is no winner" in caplog.messages
+        caplog.clear()
 
 
 def empty_tier(world: World) -> tuple[list[float], int]:
@@ -234,10 +238,12 @@ def test_a_tier_without_models_and_one_with_few_end_cleanly(
 
 
 def test_a_tier_without_clients_is_searched_by_the_server_and_not_fine_tuned(
-    tiny_config: Make, results_of: Any
+    tiny_config: Make, results_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tiny_config(tiers=TiersConfig(count=2, paths=2000, clients=[0] * 8))
     results = results_of(config)
+    untrained = [message.partition(":")[0] for message in caplog.messages if "keeps its initial weights" in message]
+    assert untrained == ["fine_tuned/tier2", "rand_init/tier2"]
     assert set(results["models"]["tier"]) == {"tier1", "tier2"}
     assert "fine_tuned/tier2" not in set(results["rounds"]["stage"])
     evaluations = results["evaluations"]
