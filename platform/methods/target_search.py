@@ -91,7 +91,7 @@ def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
     if config.predictor == "none":  # an evolutionary search per target that measures every candidate
         search = TierSearchConfig(
             searcher="evolution",
-            population=min(config.population, config.budget),
+            population=max(2, min(config.population, config.budget)),  # the fewest for evolution
             parents=config.parents,
             mutation=config.mutation,
             budget=config.budget,

@@ -99,6 +99,11 @@ def test_without_predictors_every_candidate_is_scored(elastic_config: Make) -> N
     assert candidates.metric.notna().all()
 
 
+def test_one_subnet_per_target_can_be_scored_without_predictors(elastic_config: Make) -> None:
+    results = run(elastic_config(method={"search": replace(SEARCH, samples=0, predictor="none", budget=1)}))
+    assert read_table(results, "candidates").winner.tolist() == [True, True]
+
+
 def test_new_targets_need_no_training_and_are_refused_below_tau(elastic_config: Make) -> None:
     config = elastic_config(norm="batch", train=TRAINED)
     results = run(config)
