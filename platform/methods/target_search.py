@@ -107,7 +107,14 @@ def search_stages(world: World, config: TargetSearchConfig) -> list[Stage]:
         fitness_predictors(world.space)
         return [VerifyStage(world, config, targets)]
     check_predictor(predictor_of(config), genome)
-    return [SampleStage(world, config, targets), VerifyStage(world, config, targets)]
+    sampling = SampleStage(world, config, targets)
+    if sampling.expected < FEWEST_SAMPLES:
+        raise ValueError(
+            f"method.search.predictor={config.predictor}: space {world.space.name} has {sampling.expected} subnets, "
+            f"and predictors need at least {FEWEST_SAMPLES} samples: use predictor=none, which measures them all, or "
+            "samples=0 to leave the search out"
+        )
+    return [sampling, VerifyStage(world, config, targets)]
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,17 @@ def test_without_predictors_every_candidate_is_scored(elastic_config: Make) -> N
     assert candidates.metric.notna().all()
 
 
+def test_a_space_of_fewer_subnets_than_a_predictor_needs_is_refused_before_training(
+    elastic_config: Make, refused: Callable[[RunConfig], str]
+) -> None:
+    config = elastic_config(method={"search": SEARCH}, tiers=TiersConfig(count=1))
+    config.space = replace(config.space, depths=[0, 0])
+    assert refused(config) == (
+        "method.search.predictor=mlp: space resnet_elastic_small has 4 subnets, and predictors need at least 10 "
+        "samples: use predictor=none, which measures them all, or samples=0 to leave the search out"
+    )
+
+
 def test_one_subnet_per_target_can_be_scored_without_predictors(elastic_config: Make) -> None:
     results = run(elastic_config(method={"search": replace(SEARCH, samples=0, predictor="none", budget=1)}))
     assert read_table(results, "candidates").winner.tolist() == [True, True]
