@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.spaces.base import Measure, SlicedSpace, samples_of, supernet_shapes
+from fedloom.platform.spaces.base import Measure, SearchSpace, SlicedSpace, samples_of, supernet_shapes
 from fedloom.platform.spaces.genome import ElasticGenome
 from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, Weights, architecture_id, leading
@@ -162,11 +162,12 @@ class ElasticSpace(SlicedSpace):
                 fields = [part.split("=") for part in re.split(r"\s+(?=[a-z])", match[2].strip())]
                 widths = {letter.strip(): [float(v) for v in values.split(",")] for letter, values in fields}
             except ValueError:
-                pass  # not options either, which `super().parse` reports
+                pass  # not options either, which `SearchSpace.parse` reports
             else:
                 if [*widths] == [name[0] for name in self.design.widths] and len(fields) == len(widths):
                     return self._of_depths(text, depths, widths)
-        return super().parse(text)
+        # Not of a `SlicedSpace`, which lists all labels of a space of one decision: there may be thousands.
+        return SearchSpace.parse(self, text)
 
     def _examples(self) -> str:
         options, depths = architecture_id(self.largest), self.label(self.smallest)

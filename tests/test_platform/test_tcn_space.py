@@ -267,6 +267,15 @@ def test_what_cannot_be_is_refused(config: SpaceConfig, message: str) -> None:
         build_space(config)
 
 
+def test_a_misspelt_subnet_is_answered_by_examples_instead_of_all_labels() -> None:
+    with pytest.raises(ValueError, match="no architecture") as caught:
+        build_space(SpaceConfig("tcn_elastic")).parse("d=1 w=.5")
+    assert str(caught.value) == (
+        "'d=1 w=.5' is no architecture of tcn_elastic: give smallest, largest, options such as 335, or depths and "
+        "expansions such as 'd=0 e=0.1'"
+    )
+
+
 def test_the_embedding_may_have_a_dropout_of_its_own() -> None:
     for own, expected in ((None, 0.4), (0.25, 0.25), (0.0, 0.0)):
         module = ElasticSpace(replace(TINY, dropout=0.4, embedding_dropout=own)).build_subnet((0,))
