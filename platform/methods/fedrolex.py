@@ -22,7 +22,6 @@ from fedloom.platform.methods.tier_models import (
     largest_of_tiers,
     of_widths,
     plainly_weighted,
-    refuse_late_answers,
     refuse_what_stays,
     tier_stages,
 )
@@ -46,9 +45,7 @@ class FedRolexConfig(WidthConfig):
 def stages(config: FedRolexConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
     space, widest = of_widths(world.space, config.name), largest_of_tiers(world)
-    why = "rolls the channels after every round"
-    refuse_what_stays(config.train, config.name, why)
-    refuse_late_answers(config.train, config.name, why)
+    refuse_what_stays(config.train, config.name, "rolls the channels after every round")
 
     def roll(state: RunState, _plan: Plan, _result: RoundResult) -> RunState:
         return state.with_group(SUPERNET, space.rolled(state.weights(SUPERNET), config.step)) if config.step else state

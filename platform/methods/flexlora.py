@@ -24,13 +24,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train, TrainedNetwork
 from fedloom.platform.federation.algorithm import SUPERNET
 from fedloom.platform.federation.method import Method
-from fedloom.platform.methods.tier_models import (
-    WidthConfig,
-    largest_of_tiers,
-    refuse_late_answers,
-    refuse_what_stays,
-    tier_stages,
-)
+from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, refuse_what_stays, tier_stages
 from fedloom.platform.spaces.capabilities import with_adapters
 from fedloom.platform.spaces.slices import Slice
 
@@ -124,9 +118,7 @@ def check_adapters(train: TrainingConfig, who: str, why: str) -> None:
 def stages(config: FlexLoRAConfig, world: World) -> list[Stage]:
     """Training, the tiers' models, evaluation."""
     space, largest = with_adapters(world.space, config.name), largest_of_tiers(world)
-    why = "decomposes the adapters after every round"
-    check_adapters(config.train, config.name, why)
-    refuse_late_answers(config.train, config.name, why)
+    check_adapters(config.train, config.name, "decomposes the adapters after every round")
     pairs = space.pairs
 
     def network(_round: Round, client_id: int) -> Subnet:

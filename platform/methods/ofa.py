@@ -34,6 +34,7 @@ from fedloom.platform.federation.stopping import check_scored
 from fedloom.platform.federation.training_config import TrainingConfig, check_training, rules_of
 from fedloom.platform.methods.evaluation import EvaluationConfig, kept_model
 from fedloom.platform.methods.superfednas import Shrinking, family_of, searched
+from fedloom.platform.methods.tier_models import refuse_what_stays
 from fedloom.platform.methods.tier_search import check_statistics
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.seeding import stream
@@ -263,14 +264,8 @@ def _check(config: OFATrainingConfig, world: World, space: HasSortedChannels) ->
         raise ValueError(
             f"{key}.depth_share={config.depth_share:g}: with space.coupled=true widths open with depths; set it to 0"
         )
-    keeps = (
-        config.optimizer_state == "kept" or config.server != "replace" or config.local_rule not in ("sgd", "fedprox")
-    )
-    if config.sort_channels and keeps:
-        raise ValueError(
-            f"{key}.sort_channels=true: the state of rules and optimisers would not move with the channels; set it to "
-            "false, or use local_rule=sgd or fedprox, server=replace and optimizer_state=fresh"
-        )
+    if config.sort_channels:
+        refuse_what_stays(config, "ofa", "sorts channels between rounds (sort_channels=true)")
 
 
 METHOD = Method(

@@ -119,7 +119,12 @@ def of_widths(space: SearchSpace, who: str) -> LeadingSpace:
 
 
 def refuse_what_stays(train: TrainingConfig, who: str, why: str) -> None:
-    """Raises ValueError for rules that keep tensors, or clients that keep an optimiser's state, between rounds."""
+    """Raises ValueError for rules that keep tensors between rounds, and for clients that keep state or weights."""
+    if train.asynchronous is not None:
+        raise ValueError(
+            f"method.train.asynchronous={train.asynchronous}: {who} {why}, so answers from older weights would not "
+            "fit: leave it out (null); method.train.arrivals alone selects more clients than it waits for"
+        )
     if train.optimizer_state == "kept":
         raise ValueError(
             f"method.train.optimizer_state=kept: {who} {why}, so the state that clients keep would not fit: use fresh"
@@ -133,15 +138,6 @@ def refuse_what_stays(train: TrainingConfig, who: str, why: str) -> None:
         raise ValueError(
             f"method.train.local_rule={train.local_rule} and method.train.server={train.server}: {who} {why}, so what "
             "rules keep would not fit: use sgd or fedprox, and replace"
-        )
-
-
-def refuse_late_answers(train: TrainingConfig, who: str, why: str) -> None:
-    """Raises ValueError for asynchronous rounds, in which clients train from weights of earlier rounds."""
-    if train.asynchronous is not None:
-        raise ValueError(
-            f"method.train.asynchronous={train.asynchronous}: {who} {why}, so what late clients send would not fit: "
-            "leave it out (null)"
         )
 
 

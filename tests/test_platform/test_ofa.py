@@ -319,8 +319,16 @@ def test_the_teacher_gets_no_noise_of_private_training(ofa_config: Make, begun: 
             {"space": {"coupled": True}, "depth_share": 0.3},
             r"depth_share=0.3: with space.coupled=true widths open with",
         ),
-        ({"optimizer_state": "kept"}, r"method.train.sort_channels=true: the state of rules and optimisers would not"),
-        ({"server": "fedavgm"}, r"method.train.sort_channels=true: the state of rules and optimisers would not"),
+        (
+            {"optimizer_state": "kept"},
+            r"=kept: ofa sorts channels between rounds \(sort_channels=true\), so the state",
+        ),
+        (
+            {"server": "fedavgm"},
+            r"server=fedavgm: ofa sorts channels between rounds .* so what rules keep would",
+        ),
+        ({"processors": ["top_k"]}, r"processors: ofa sorts channels between rounds .* what top_k has not yet sent"),
+        ({"asynchronous": "fedbuff", "arrivals": 2}, r"asynchronous=fedbuff: ofa sorts channels .* from older weights"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(ofa_config: Make, change: dict[str, Any], message: str) -> None:
