@@ -359,6 +359,11 @@ def stages(config: SuperFedNASConfig, world: World) -> list[Stage]:
     """Training, search and final evaluation; or separate training of the family's members and their evaluation."""
     if set(world.space.options) == {1}:
         raise ValueError(f"superfednas cannot use space {world.space.name}, which has one architecture; use fedavg")
+    if world.config.tiers.unsupported and not config.train.distribution.tier_aware:
+        raise ValueError(
+            "tiers.unsupported: superfednas gives clients any operator of the space; set "
+            "method.train.distribution.tier_aware=true, or remove unsupported ones from space.operators"
+        )
     family = family_of(world, config.family)
     _check_training(config.train, world.num_clients, len(family), separately=config.separately)
     if config.separately:

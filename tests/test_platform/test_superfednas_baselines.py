@@ -18,7 +18,7 @@ from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.registry import build_stages
-from fedloom.platform.methods.superfednas import Shrinking, ShrinkingConfig, group_of
+from fedloom.platform.methods.superfednas import DistributionConfig, Shrinking, ShrinkingConfig, group_of
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.slices import Slice, architecture_id, bytes_of
@@ -141,3 +141,16 @@ def test_a_space_without_depths_cannot_be_shrunk(elastic_config: Make, tiny_conf
         build_stages(build_world(config))
     config.method.train.shrinking.depth_share = 0.0
     assert build_stages(build_world(config)), "then no depths are drawn"
+
+
+def test_operators_that_devices_lack_are_refused_as_every_client_may_get_them(
+    elastic_config: Make, tiny_config: Make, refused: Callable[[RunConfig], str]
+) -> None:
+    tiers = replace(tiny_config().tiers, unsupported=["mb(1,2)"])
+    config = replace(elastic_config(), space=tiny_config().space, tiers=tiers)
+    assert refused(config) == (
+        "tiers.unsupported: superfednas gives clients any operator of the space; set "
+        "method.train.distribution.tier_aware=true, or remove unsupported ones from space.operators"
+    )
+    config.method.train.distribution = DistributionConfig(tier_aware=True)
+    assert build_stages(build_world(config)), "then nobody gets what it cannot afford"
