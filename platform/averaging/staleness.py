@@ -12,11 +12,15 @@ of an average staleness, 1 by default, and also counts the answers left in the b
 
 On slices, all of this applies to the scalars that the client holds. FedBuff's p is 1 / sqrt(1 + s), and its eta_g is
 the server rule's learning rate. The rounds that use these rules are in `federation.asynchronous`.
+
+Running statistics are values, not sums of changes: if w has moved since v was sent, w + p(s) (x - v) may be a negative
+variance. A rule therefore gets w in place of v for all floating-point tensors that are not trained, so that FedBuff
+takes w + p(s) (x - w), a mixture of two variances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -38,7 +42,7 @@ class Arrival:
     Attributes:
         name: the tensor's name in the shared weights.
         value: the client's values.
-        received: the values that the client trained from; read-only.
+        received: the values that the client trained from, for running statistics those of `old`; read-only.
         old: the server's values before the round's answers are averaged; read-only.
         staleness: the number of rounds that ended between `received` and `old`.
     """
@@ -99,12 +103,20 @@ def fedasync(
 
 
 @torch.no_grad()
-def arrived(update: Update, rule: tuple[str, ArrivalRule], old: Weights, received: Weights, staleness: int) -> Update:
+def arrived(
+    update: Update,
+    rule: tuple[str, ArrivalRule],
+    old: Weights,
+    received: Weights,
+    staleness: int,
+    parameters: Container[str],
+) -> Update:
     """The update as the server averages it; counters stay as they are.
 
-    `old` are the server's weights, `received` those that the client trained from; neither is changed. Tensors that the
-    server no longer has, because a search has removed their operators meanwhile, are left out. Raises PluginError for
-    a user's rule that returns values of another shape or values that are not finite.
+    `old` are the server's weights, `received` those that the client trained from; neither is changed. `parameters` are
+    the names of the shared tensors that are trained. Tensors that the server no longer has, because a search has
+    removed their operators meanwhile, are left out. Raises PluginError for a user's rule that returns values of another
+    shape or values that are not finite.
     """
     rule_name, counted = rule
     tensors = {name: tensor for name, tensor in update.tensors.items() if update.slices[name].source in old}
@@ -114,7 +126,8 @@ def arrived(update: Update, rule: tuple[str, ArrivalRule], old: Weights, receive
         piece = update.slices[tensor_name]
         before = old[piece.source] if piece.region is None else part_of(old[piece.source], piece.region)
         start = received[piece.source] if piece.region is None else part_of(received[piece.source], piece.region)
-        if not staleness and torch.equal(start, before):  # not so where clients receive compressed weights
+        fresh = not staleness and torch.equal(start, before)  # not so where clients receive compressed weights
+        if fresh or piece.source not in parameters:
             start = before
         values = counted(Arrival(piece.source, tensor, start, before, staleness))
         tensors[tensor_name] = checked_values(values, tensor, piece.source, "arrival rule", rule_name)

@@ -416,7 +416,7 @@ class TrainingStage:
             )
             if self.asynchronous.rule is not None:
                 received = {name: state.weights(name or group) for name in (None, *self._older(state))}
-                counted = self.asynchronous.counted(state.weights(self.group), received)
+                counted = self.asynchronous.counted(state.weights(self.group), received, self.server.parameters)
                 answers = replace(answers, counted=counted)
         executor, local = world.config.executor, self._local_sgd(index)
         tasks = [assignment.task for assignment in assignments]

@@ -19,7 +19,7 @@ import heapq
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -282,17 +282,20 @@ class Asynchronous:
                 *(self.key, round_ + 1, answers, self.arrivals),
             )
 
-    def counted(self, old: Weights, received: Mapping[str | None, Weights]) -> Callable[[Assignment, Update], Update]:
+    def counted(
+        self, old: Weights, received: Mapping[str | None, Weights], parameters: Container[str]
+    ) -> Callable[[Assignment, Update], Update]:
         """Returns a function that converts an update into the one that the server averages.
 
-        `old` are the server's weights, `received` those that clients received, by tensor group (None: this round's).
+        `old` are the server's weights, `received` those that clients received, by tensor group (None: this round's);
+        `parameters` are the names of the trained tensors.
         """
         rule = self.rule
         assert rule is not None, "clients that are not waited for send nothing"
 
         def counted(assignment: Assignment, update: Update) -> Update:
             assert assignment.staleness is not None, "it was planned here"
-            return arrived(update, rule, old, received[assignment.reads], assignment.staleness)
+            return arrived(update, rule, old, received[assignment.reads], assignment.staleness, parameters)
 
         return counted
 

@@ -66,7 +66,7 @@ def test_a_slice_is_moved_where_it_lies() -> None:
     old, received = (
         {"w": torch.tensor(values), "steps": torch.tensor(9)} for values in ([0.0, 1.0, 2.0], [9.0, 3.0, 5.0])
     )
-    moved = arrived(update, ("fedbuff", fedbuff), old, received, 3)
+    moved = arrived(update, ("fedbuff", fedbuff), old, received, 3, {"w"})
     assert moved.tensors["head"].tolist() == [2.0, 2.5]  # 1 + (5 - 3) / 2, 2 + (6 - 5) / 2
     assert moved.tensors["steps"] is update.tensors["steps"]
 
@@ -75,8 +75,16 @@ def test_what_a_search_has_removed_meanwhile_does_not_arrive() -> None:
     tensors = {"kept": torch.tensor([4.0]), "removed": torch.tensor([1.0]), "removed_steps": torch.tensor(7)}
     update = Update(tensors, {name: Slice(name) for name in tensors}, dict.fromkeys(tensors, 1.0))
     received = {"kept": torch.tensor([0.0]), "removed": torch.tensor([0.0]), "removed_steps": torch.tensor(5)}
-    late = arrived(update, ("fedbuff", fedbuff), {"kept": torch.tensor([1.0])}, received, 3)
+    late = arrived(update, ("fedbuff", fedbuff), {"kept": torch.tensor([1.0])}, received, 3, {"kept", "removed"})
     assert late.tensors == {"kept": torch.tensor([3.0])}  # 1 + (4 - 0) / 2
+
+
+def test_a_stale_clients_running_variance_is_mixed_and_stays_positive() -> None:
+    """The server's variance has fallen from the received 1 to .1, and the client's to .02."""
+    update = Update({"v": torch.tensor([0.02])}, {"v": Slice("v")}, {"v": 1.0})
+    old, received = {"v": torch.tensor([0.1])}, {"v": torch.tensor([1.0])}
+    mixed = arrived(update, ("fedbuff", fedbuff), old, received, 3, parameters=())
+    assert mixed.tensors["v"].tolist() == pytest.approx([0.06])  # .1 + (.02 - .1) / 2; its change gives -.39
 
 
 # -- the queue ---------------------------------------------------------------------------------------------------------
@@ -174,7 +182,8 @@ def test_a_run_is_what_one_client_after_the_other_gives(tiny_config: Make, run_i
             assert row.staleness == round_ - row.start_round
             for name, value in update.tensors.items():
                 if value.is_floating_point():
-                    change = (value - received[name]).double() / (1 + row.staleness) ** 0.5
+                    begins = received if name in world.space.parameter_names else old
+                    change = (value - begins[name]).double() / (1 + row.staleness) ** 0.5
                     total[name] += change * row.samples / of_round["samples"].sum()
                 else:
                     total[name] = torch.maximum(total[name], value.double())
@@ -262,8 +271,8 @@ def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
     rule: ArrivalRule = first_only
     update = Update({"w": torch.ones(2)}, {"w": Slice("w")}, {"w": 1.0})
     old, received = {"w": torch.zeros(2)}, {"w": torch.zeros(2)}
-    assert arrived(update, ("own:rule", rule), old, received, 0).tensors["w"].tolist() == [1, 1]
-    assert arrived(update, ("own:rule", rule), old, received, 5).tensors["w"].tolist() == [0, 0]
+    assert arrived(update, ("own:rule", rule), old, received, 0, {"w"}).tensors["w"].tolist() == [1, 1]
+    assert arrived(update, ("own:rule", rule), old, received, 5, {"w"}).tensors["w"].tolist() == [0, 0]
     assert seen == {("w", 0), ("w", 1)}
 
 
