@@ -353,8 +353,8 @@ def check_rules(config: TrainingConfig, rules: Rules, population: int, concurren
         )
     if rule is not None and selection_traits(rules.selection.name).same_round:
         raise ValueError(
-            f"{slot} and {key}.selection={rules.selection.name}, which learns from the answers of the last round: "
-            "they may arrive later; use another selection rule"
+            f"{slot} and {key}.selection={rules.selection.name}, which needs rounds whose clients all begin and answer "
+            "in it: use another selection rule"
         )
     privacy = config.privacy
     if privacy.clip is not None or privacy.noise or privacy.secure:

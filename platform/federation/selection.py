@@ -264,7 +264,7 @@ class SelectionTraits:
         needs_loss_norm: whether clients report the root mean square of their samples' losses.
         sampling: how it samples, if every client's probability is known, as differential privacy requires; else None.
         shortens_updates: whether it lets clients send only a part of their changes (`Cohort.sends`).
-        same_round: whether it relies on clients answering in the round in which they are selected.
+        same_round: whether it relies on a round's clients being selected together, and answering in this round.
     """
 
     needs_history: bool = True

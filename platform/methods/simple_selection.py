@@ -52,7 +52,7 @@ def round_robin(choice: Choice) -> Cohort:
     return Cohort(tuple(sorted(taken)), reason="round robin", memory=memory)
 
 
-@declares(SelectionTraits(needs_history=False))
+@declares(SelectionTraits(needs_history=False, same_round=True))
 def tier_quota(
     choice: Choice,
     *,
@@ -61,14 +61,21 @@ def tier_quota(
         "clients of each tier per round, lowest tier first; null: as even as possible",
     ] = None,
 ) -> Cohort:
-    """A fixed number of clients of every tier, drawn uniformly within it; fewer if a tier has fewer."""
-    tiers = int(choice.tiers.max()) + 1 if len(choice.tiers) else 0
-    sizes = quota if quota is not None else [choice.size // tiers + (t < choice.size % tiers) for t in range(tiers)]
-    if len(sizes) < tiers or sum(sizes) > choice.size:
+    """A fixed number of clients of every tier, drawn uniformly within it; fewer if a tier has fewer.
+
+    Without a quota, the tiers with eligible clients share the round; with fewer clients than tiers, they take turns.
+    """
+    tiers: list[int] = np.unique(choice.tiers).tolist()
+    if quota is not None and (len(quota) < max(tiers, default=-1) + 1 or sum(quota) > choice.size):
         raise ValueError(
-            f"quota={sizes}: give one number for each of the {tiers} tiers, {choice.size} clients per round in all"
+            f"quota={quota}: give one number for each of the {max(tiers) + 1} tiers, {choice.size} clients per round "
+            "in all"
         )
+    each, more = divmod(choice.size, max(1, len(tiers)))
+    first = 0 if each else choice.round * more
+    even = {tier: each + ((index - first) % len(tiers) < more) for index, tier in enumerate(tiers)}
+    sizes = even if quota is None else {tier: quota[tier] for tier in tiers}
     taken: list[int] = []
-    for tier, wanted in enumerate(sizes[:tiers]):
+    for tier, wanted in sizes.items():
         taken += choice.among(np.asarray(choice.eligible)[choice.tiers == tier]).draw(wanted)
     return Cohort(tuple(sorted(taken)), reason="quota of the tier")

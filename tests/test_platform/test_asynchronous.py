@@ -292,8 +292,13 @@ def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
         ),
         (
             {"asynchronous": "fedbuff", "arrivals": 2, "selection": "oort"},
-            "method.train.asynchronous=fedbuff and method.train.selection=oort, which learns from the answers of the "
-            "last round: they may arrive later; use another selection rule",
+            "method.train.asynchronous=fedbuff and method.train.selection=oort, which needs rounds whose clients all "
+            "begin and answer in it: use another selection rule",
+        ),
+        (
+            {"asynchronous": "fedbuff", "arrivals": 2, "selection": "tier_quota"},
+            "method.train.asynchronous=fedbuff and method.train.selection=tier_quota, which needs rounds whose clients "
+            "all begin and answer in it: use another selection rule",
         ),
         (
             {"asynchronous": "fedbuff"},

@@ -270,6 +270,14 @@ def test_quotas_of_tiers() -> None:
     assert Counter(tiers[list(tier_quota(given_).client_ids)].tolist()) == {0: 2, 1: 2, 2: 1}
     with pytest.raises(ValueError, match=r"quota=\[4, 4, 4\]: give one number for each of the 3 tiers, 5 clients"):
         tier_quota(given_, quota=[4, 4, 4])
+    highest = replace(given_, eligible=np.array([7, 8, 9]), size=3)
+    assert tier_quota(highest).client_ids == (7, 8, 9), "of a stage for one tier's clients all are of that tier"
+
+
+def test_fewer_clients_than_tiers_let_the_tiers_take_turns() -> None:
+    one_of_each = {"clients": 3, "size": 2, "tiers_of": lambda ids: ids}
+    turns = [tier_quota(choice({}, round_=round_, **one_of_each)).client_ids for round_ in range(4)]
+    assert turns == [(0, 1), (0, 2), (1, 2), (0, 1)]
 
 
 @pytest.mark.parametrize(
