@@ -39,8 +39,9 @@ def power_of_choice(
 @declares(SelectionTraits(needs_history=False))
 def round_robin(choice: Choice) -> Cohort:
     """All clients in turn: each round continues where the last one ended; unavailable clients are passed over."""
-    population = len(choice.eligible)
-    first = int(choice.memory.get("next", 0)) % max(1, population)
+    population, next_id = len(choice.eligible), int(choice.memory.get("next", 0))
+    # An id, not a position: if few devices are online, a rule chooses from a list of these.
+    first = int(np.searchsorted(choice.eligible, next_id)) % max(1, population)
     taken: list[int] = []
     looked = 0
     while looked < population and len(taken) < choice.size:
@@ -48,8 +49,9 @@ def round_robin(choice: Choice) -> Cohort:
         looked += 1
         if choice.always or choice.available(client_id):
             taken.append(client_id)
-    memory = {"next": (first + looked) % max(1, population)}
-    return Cohort(tuple(sorted(taken)), reason="round robin", memory=memory)
+    if looked < population:
+        next_id = int(choice.eligible[(first + looked) % population])
+    return Cohort(tuple(sorted(taken)), reason="round robin", memory={"next": next_id})
 
 
 @declares(SelectionTraits(needs_history=False, same_round=True))

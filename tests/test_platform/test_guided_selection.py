@@ -263,6 +263,13 @@ def test_round_robin_gives_everybody_a_turn() -> None:
     assert turns == [(0, 1, 2), (3, 5, 6), (0, 1, 2), (3, 5, 6), (0, 1, 2)]
 
 
+def test_round_robin_goes_on_after_a_round_in_which_few_were_online() -> None:
+    few = choice({}, clients=10, size=4, memory={"next": 6}).among(np.array([2, 5, 7]))
+    cohort = round_robin(few)
+    assert cohort.client_ids == (2, 5, 7)
+    assert round_robin(choice({}, clients=10, size=4, memory=cohort.memory)).client_ids == (6, 7, 8, 9)
+
+
 def test_quotas_of_tiers() -> None:
     tiers = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
     given_ = choice({}, size=5, tiers_of=lambda ids: tiers[ids])
