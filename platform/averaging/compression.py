@@ -30,8 +30,10 @@ what rounding lost (error feedback with w as the memory):
 top_k cannot compress in this direction: a client that missed a round lacks the weights to which changes would be added.
 
 **Slices.** The memory is in the coordinates of the shared weights: a client that trains other slices in a later round
-adds what it has not yet sent of those slices. **Privacy.** The clipping of `method.train.privacy` comes last and bounds
-all that arrives, including what comes from the memory; what it cuts off is not remembered.
+adds what it has not yet sent of those slices. Tensors of weight 0, such as an operator that no path of the round has
+used (OPA), do not count in the mean: nothing of them is sent, and their memory stays. **Privacy.** The clipping of
+`method.train.privacy` comes last and bounds all that arrives, including what comes from the memory; what it cuts off is
+not remembered.
 
 For a single tensor, GRACE's top-k with residual memory sends and remembers the same bits in every round; for several,
 it selects within each tensor, here over all of them. Its QSGD gives the same levels for the same random draws.
@@ -99,9 +101,15 @@ class TopK(Processor):
 
     @torch.no_grad()
     def on_client(self, message: Message) -> Message:
-        memory = {name: message.memory("top_k", name) for name in message.parameters}
-        changes = {name: change + memory[name] for name, change in message.changes().items()}
+        weights = message.update.weights
+        memory = {name: message.memory("top_k", name) for name in message.parameters if weights[name]}
+        changes = {
+            name: change + memory[name] if name in memory else torch.zeros_like(change)
+            for name, change in message.changes().items()
+        }
         for name, left_out in smallest(changes, self.share).items():
+            if name not in memory:
+                continue
             tensor = message.update.tensors[name]
             # Not received + change: with an empty memory, the sent values keep their bits.
             tensor.copy_(torch.where(left_out, message.received[name], tensor + memory[name]))

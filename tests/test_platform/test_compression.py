@@ -72,6 +72,22 @@ def test_two_rounds_of_top_k_with_its_memory_by_hand() -> None:
     assert state["top_k/w"].tolist() == [0.0, 0.0, 0.0, -1.0]
 
 
+def test_of_a_tensor_that_does_not_count_nothing_is_sent_and_all_is_remembered() -> None:
+    """The second tensor has weight 0: nobody would read its memory of 9, which is the largest value."""
+    received, memory = (
+        {"w": torch.zeros(2), "idle": torch.zeros(2)},
+        {"w": torch.zeros(2), "idle": torch.full((2,), 9.0)},
+    )
+    tensors = {"w": torch.tensor([1.0, 2.0]), "idle": torch.zeros(2)}
+    update = Update(tensors, {name: Slice(name) for name in tensors}, {"w": 1.0, "idle": 0.0})
+    whole = Traffic(Payload(16, 4, 2), Payload(16, 4, 2))
+    message = Message(3, update, received, ("w", "idle"), whole, memory=lambda _slot, name: memory[name])
+    done = sent((TopK(share=0.25),), message)
+    assert done.update.tensors["w"].tolist() == [0.0, 2.0]
+    assert done.update.tensors["idle"].tolist() == [0.0, 0.0]
+    assert (memory["w"].tolist(), memory["idle"].tolist()) == ([1.0, 0.0], [9.0, 9.0])
+
+
 def test_of_few_changes_among_many_the_places_are_listed() -> None:
     whole = Payload(4000, 1000, 3)
     assert TopK(share=0.01).expected(Traffic(whole, whole)) == Traffic(whole, Payload(10 * 4 + 10 * 4, 10, 3))
