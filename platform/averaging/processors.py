@@ -225,6 +225,20 @@ def check_order(named: Sequence[tuple[str, Processor]], key: str) -> None:
             )
 
 
+def check_after_choice(named: Sequence[tuple[str, Processor]], key: str, chooser: str) -> None:
+    """Raises ValueError for processors that must not follow `chooser`, whose clients send only a part of their changes.
+
+    `key` is the stage's config key.
+    """
+    for name, each in named:
+        why_not = WHY_NOT.get(("sparsify", "sparsify" if each.shortens_updates else each.kind))
+        if why_not is not None:
+            raise ValueError(
+                f"{key}.processors: {name} and {chooser}, whose clients first choose which changes they send: "
+                f"{why_not}; leave one out"
+            )
+
+
 def sent(processors: Processors, message: Message) -> Message:
     """The message after the client sides of all processors, in order."""
     for each in processors:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.averaging.privacy import SPENT, DifferentialPrivacy, accounting, expected_weights
-from fedloom.platform.averaging.processors import Processors, ServerContext, check_order, processor
+from fedloom.platform.averaging.processors import Processors, ServerContext, check_after_choice, check_order, processor
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.averaging.weighting import weighting_traits
 from fedloom.platform.clients.local_rules import local_rule, place_of, refuse_parts
@@ -58,14 +58,11 @@ class Processing:
         self.processors: Processors = tuple(processor(choice) for choice in rules.processors)
         self.named = [(choice.name, each) for choice, each in zip(rules.processors, self.processors, strict=True)]
         check_order(self.named, rules.key)
-        for name, each in self.named:
+        for each in self.processors:
             if each.shortens_updates:
                 refuse_parts(rules.local, rules.key, type(each).__name__, "sgd or fedprox")
-                if selection_traits(rules.selection.name).shortens_updates:
-                    raise ValueError(
-                        f"{rules.key}.processors: {name} and {rules.key}.selection={rules.selection.name} both choose "
-                        "which changes are sent: leave one out"
-                    )
+        if selection_traits(rules.selection.name).shortens_updates:
+            check_after_choice(self.named, rules.key, f"{rules.key}.selection={rules.selection.name}")
         privacy = config.privacy
         if self.processors and privacy.secure:
             raise ValueError(

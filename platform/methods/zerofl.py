@@ -28,7 +28,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
-from fedloom.platform.averaging.processors import By, Sparsify
+from fedloom.platform.averaging.processors import By, Sparsify, check_after_choice, processor
 from fedloom.platform.clients.assignments import TaskError
 from fedloom.platform.clients.local_rules import refuse_parts
 from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
@@ -231,9 +231,17 @@ def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
     """FedAvg's stages with sparse clients, and a sparse model at the end."""
     if config.sparsity and world.config.executor.precision == "bfloat16":
         raise ValueError("zerofl's sparse layers compute in float32: use executor.precision=float32 or tf32")
-    refuse_parts(rules_of(config.train, "method.train").local, "method.train", "zerofl", "sgd or fedprox")
+    rules = rules_of(config.train, "method.train")
+    refuse_parts(rules.local, "method.train", "zerofl", "sgd or fedprox")
     share = 1.0 - config.sparsity
     sends = min(1.0, share + config.mask_ratio)
+    if sends < 1:
+        check_after_choice([(c.name, processor(c)) for c in rules.processors], "method.train", "method=zerofl")
+        if config.train.privacy.secure:
+            raise ValueError(
+                "method.train.privacy.secure=true and method=zerofl, whose clients send only a part of their changes: "
+                "masked updates are sent whole; leave one out"
+            )
 
     def client(subnet: Subnet, round_: Round) -> Train:
         network = Sparse(subnet, share) if config.sparsity else subnet

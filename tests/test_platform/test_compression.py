@@ -226,7 +226,11 @@ def test_noise_is_the_clients_of_the_round() -> None:
         ),
         (
             {"processors": ["top_k"], "selection": "pyramidfl"},
-            "top_k and method.train.selection=pyramidfl both choose which changes are sent",
+            "top_k and method.train.selection=pyramidfl, whose clients first choose which changes they send: only one",
+        ),
+        (
+            {"processors": ["clip"], "selection": "pyramidfl"},
+            "clip and method.train.selection=pyramidfl, whose clients first choose which changes they send: what is",
         ),
         ({"processors": ["top_k"], "local_rule": "scaffold", "momentum": 0.0}, "scaffold needs whole changes"),
         ({"processors": ["uniform"], "options": {"bits": 5}}, "method.train.options.bits=5"),

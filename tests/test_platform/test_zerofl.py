@@ -17,7 +17,7 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.config import RunConfig, TiersConfig
-from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
@@ -240,6 +240,21 @@ def test_rules_that_need_whole_changes_are_refused(tiny_config: Make, rule: str)
     said = f"method.train.local_rule={rule} needs whole changes, but zerofl's clients send only parts: use sgd or "
     with pytest.raises(ValueError, match=f"^{said}fedprox$"):
         build_stages(build_world(tiny_config(method=ZeroFLConfig(train=train))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"processors": ["clip"]}, "method.train.processors: clip and method=zerofl, whose clients first choose which"),
+        ({"privacy": PrivacyConfig(secure=True)}, "method.train.privacy.secure=true and method=zerofl, whose clients"),
+    ],
+)
+def test_what_must_not_follow_the_choice_of_changes_is_refused(
+    tiny_config: Make, changes: dict[str, Any], said: str
+) -> None:
+    world = build_world(tiny_config(method=ZeroFLConfig(train=TrainingConfig(**changes), mask_ratio=0.0)))
+    with pytest.raises(ValueError, match=f"^{said}"):
+        build_stages(world)
 
 
 def test_impossible_shares_are_refused(tiny_config: Make) -> None:
