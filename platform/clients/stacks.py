@@ -386,7 +386,7 @@ class _Live:
         self._buffers = {name: t[:at_work] for name, t in stack.buffers.items()}
         self._corrections = [member.correct for member in stack.members[:at_work]]
         linear = [correct for correct in self._corrections if isinstance(correct, LinearCorrection)]
-        self._at_once = stacked_correction(linear) if len(linear) == at_work else None
+        self._at_once = stacked_correction(linear) if len(linear) == at_work and are_alike(linear) else None
         self._optimizers = [member.optimizer for member in stack.members[:at_work]]
         self._optimizer = optimizer
         optimizer.narrow(self._parameters, at_work)
@@ -439,8 +439,14 @@ class _Live:
             gradient.mul_(shares.unsqueeze(1))
 
 
+def are_alike(of_members: Sequence[LinearCorrection]) -> bool:
+    """Whether corrections differ only in their values, so that one can make those of all clients."""
+    forms = {(c.strength, frozenset(c.offsets), frozenset(c.anchors)) for c in of_members}
+    return len(forms) == 1
+
+
 def stacked_correction(of_members: Sequence[LinearCorrection]) -> LinearCorrection:
-    """Combines the corrections of clients with the same rule into one of their stacked parameters (K, ...)."""
+    """Combines corrections that are alike into one of the clients' stacked parameters (K, ...)."""
 
     def stacked(of: Callable[[LinearCorrection], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.stack([of(correct)[name] for correct in of_members]) for name in of(of_members[0])}

@@ -191,11 +191,17 @@ def second(assignments: list[Assignment]) -> None:
         assignments[k] = replace(assignment, state=state)
 
 
+def by_size(client: LocalClient) -> LinearCorrection:
+    """A pull of another strength for clients of another size."""
+    return LinearCorrection(strength=0.1 * client.samples, anchors=client.received)
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9, "weight_decay": 0.01},
     "clipped": {"clip_norm": 0.5, "momentum": 0.5, "loss_norms": True},
     "fedprox": {"local_rule": "fedprox", "options": {"mu": 0.3}},
     "balanced": {"balanced": True},
+    "strengths": {"local_rule": f"{HERE}:by_size"},
     "feddyn": {"local_rule": "feddyn", "server": "feddyn", "options": {"alpha": 0.3}},
     # The large eps keeps rounding errors of gradients near 0 from becoming whole steps.
     "adam": {"optimizer": "adam", "lr": 0.01, "local_warmup_steps": 3, "options": {"eps": 0.01}},
