@@ -142,12 +142,13 @@ class SecureRound(Processor):
     def on_client(self, message: Message) -> Message:
         """The message with its update masked, and the bytes of the protocol's own messages in its traffic."""
         update = self.masked(message.client_id, message.update, message.received)
-        (down, up), (more_down, more_up) = message.traffic, self.message_bytes
-        down, up = (
-            payload._replace(size_bytes=payload.size_bytes + more)
-            for payload, more in ((down, more_down), (up, more_up))
+        return replace(message, update=update, traffic=self.expected(message.traffic))
+
+    def expected(self, traffic: Traffic) -> Traffic:
+        (down, up), (more_down, more_up) = traffic, self.message_bytes
+        return Traffic(
+            down._replace(size_bytes=down.size_bytes + more_down), up._replace(size_bytes=up.size_bytes + more_up)
         )
-        return replace(message, update=update, traffic=Traffic(down, up))
 
     def masked(self, client: int, update: Update, received: Weights) -> Update:
         """The update as it is sent: its weighted changes in fixed point plus masks, as int32 modulo 2^32.

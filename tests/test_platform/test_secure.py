@@ -227,6 +227,9 @@ def test_a_round_survives_dropouts_and_is_lost_without_enough(tiny_config: Make,
     some = replace(config, devices=DevicesConfig(dropout=0.3))
     weights, rows = after_training(run_in_memory, some)
     assert {row["status"] for row in rows} == {"ok", "dropped"}
+    for tier in ("tier1", "tier2"):
+        times_s = [row["simulated_s"] for row in rows if row["tier"] == tier]
+        assert times_s == pytest.approx([times_s[0]] * len(times_s)), "all do the same work, or are waited for as long"
     assert all(bool(torch.isfinite(t).all()) for t in weights.values() if t.is_floating_point())
     all_gone = replace(config, devices=DevicesConfig(dropout=0.95))
     with pytest.raises(RunFailedError, match="no update arrived in any of the 3 rounds of fedavg"):
