@@ -110,7 +110,7 @@ class ServerContext:
         old: the shared weights before the round.
         data: the run's JSON state before the round.
         min_contributors: the number of clients that must cover a scalar for it to change.
-        cohort: the round's clients, in plan order.
+        cohort: the round's clients, in plan order; on the server's side of an asynchronous round, those that answer.
         parameters: the names of the shared tensors that are trained.
         held: returns the slices that each client of the cohort trains, by client id.
         answered: the clients whose updates have arrived; empty before.

@@ -398,6 +398,7 @@ class TrainingStage:
         from fedloom.platform.clients.stacks import clients_per_stack  # only runs need it
 
         world, index, group = self.world, state.round, self._received_group(state)
+        context = self.processing.context(index, state.weights(self.group), state.data)
         answers: Answers | None = None
         if self.asynchronous is None:
             starts_s = self.selection.starts_s(state.simulated_s)
@@ -418,6 +419,9 @@ class TrainingStage:
                 received = {name: state.weights(name or group) for name in (None, *self._older(state))}
                 counted = self.asynchronous.counted(state.weights(self.group), received, self.server.parameters)
                 answers = replace(answers, counted=counted)
+                # The clients that answer began in several rounds, and the server's side has to know them all.
+                answering = {client_of(a): a.task for a in assignments}
+                begun = begun._replace(processors=self.processing.of_clients(context, answering))
         executor, local = world.config.executor, self._local_sgd(index)
         tasks = [assignment.task for assignment in assignments]
         stacked = "off" if executor.resident or self.config.asynchronous is not None else executor.stack_clients
@@ -428,7 +432,6 @@ class TrainingStage:
         # If scores may end the stage, `merge` has the new weights scored: only the initial ones are scored here.
         scores_before = self._is_due(index) and not (self.may_end_early and index)
         of_server = [*self.beside(state), *(self.score(state) if scores_before else ())]
-        context = self.processing.context(index, state.weights(self.group), state.data)
         return Plan(
             [*assignments, *(for_server(self.name, index, task) for task in of_server)],
             group,

@@ -120,13 +120,17 @@ class Processing:
         if not self.processors:
             return tasks, ()
         checked = [self._checked(task) for task in tasks]
+        processors = self.of_clients(context, dict(zip(client_ids, checked, strict=True)))
+        return [replace(task, processors=(*task.processors, *processors)) for task in checked], processors
+
+    def of_clients(self, context: ServerContext, tasks: Mapping[int, Task]) -> Processors:
+        """The round's processors for these clients: those that begin in it, or those that answer."""
 
         def held() -> dict[int, SliceMap]:
-            return {c: task.network.held(self.world.space) for c, task in zip(client_ids, checked, strict=True)}
+            return {c: task.network.held(self.world.space) for c, task in tasks.items() if isinstance(task, Train)}
 
-        context = replace(context, held=held, cohort=client_ids)
-        processors = tuple(each.begun(context) for each in self.processors)
-        return [replace(task, processors=(*task.processors, *processors)) for task in checked], processors
+        context = replace(context, held=held, cohort=tuple(tasks))
+        return tuple(each.begun(context) for each in self.processors)
 
     def _checked(self, task: Task) -> Train:
         if not isinstance(task, Train) or task.use_validation:

@@ -1,7 +1,7 @@
 """Attackers: who they are, what they train on and send, and runs with them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from fedloom.platform.averaging.attacks import (
 )
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.processors import Message, Payload, ServerContext, Traffic
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import AttackConfig, DevicesConfig, RunConfig
+from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import drawn_attackers
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.spaces.slices import Slice
 
@@ -145,6 +147,30 @@ def test_labels_are_flipped_in_stacks_as_in_single_clients(tmp_path: Path) -> No
     stacked, alone = losses(*flipped, "executor.stack_clients=6"), losses(*flipped, "executor.stack_clients=off")
     torch.testing.assert_close(stacked, alone, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(stacked, losses("executor.chunk_size=6", "executor.stack_clients=6"), rtol=1e-2)
+
+
+def test_colluders_of_asynchronous_rounds_are_those_that_answer(
+    tiny_config: Callable[..., RunConfig], run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that began in an earlier round."""
+    forged, on_updates = list[int](), Attackers.on_updates
+
+    def watched(self: Attackers, updates: Mapping[int, Update], context: ServerContext) -> Mapping[int, Update]:
+        after = on_updates(self, updates, context)
+        forged.extend(client for client, update in updates.items() if after[client] is not update)
+        return after
+
+    monkeypatch.setattr(Attackers, "on_updates", watched)
+    train = TrainingConfig(rounds=6, clients_per_round=4, batch_size=16, asynchronous="fedbuff", arrivals=2)
+    config = tiny_config(
+        method=FedAvgConfig(architecture="0-1-2", train=train, evaluate=False),
+        devices=DevicesConfig(macs_per_s=[1e7, 3e7]),
+        attack=AttackConfig(share=0.5, name="inner_product"),
+    )
+    _, memory, _ = run_in_memory(config)
+    attacks = memory.table("clients").query("attacker")
+    assert (attacks["staleness"] > 0).any()
+    assert forged == attacks["client_id"].tolist()
 
 
 def test_attackers_of_a_supernet_send_slices(tiny_config: Callable[..., RunConfig]) -> None:
