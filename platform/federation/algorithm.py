@@ -227,8 +227,8 @@ class Round:
 
     Attributes:
         stage: the stage's name; random streams depend on it and on `index`.
-        index: the round, from 0.
-        state: the state before the round.
+        index: the round, from 0; the cohort's number if the cohort is simulated.
+        state: the state before the round; its `round` is the round that a simulated cohort stands for.
         client_ids: the round's clients in plan order: by tier, then by id.
         local: the clients' local training in this round: its hyper-parameters, optimiser and local rule.
         rules: the rules of the stage.
@@ -598,7 +598,10 @@ class TrainingStage:
         )
 
     def _simulated_tasks(self, state: RunState, index: int, client_ids: tuple[int, ...]) -> Sequence[Task]:
-        """The tasks of a simulated cohort: they differ from those of any round and depend on no earlier round."""
+        """The tasks of a simulated cohort: they differ from those of any round and depend on no earlier round.
+
+        Only schedules are those of the current round, such as MaxNet's beta.
+        """
         start, name = replace(state, data={**state.data, **self.data}), f"{self.name}/expected"
         return self.tasks(
             Round(self.world, name, index, start, client_ids, self._local_sgd(0), self.rules, False)

@@ -78,6 +78,7 @@ class Processing:
             attackers = Attackers(world.attack, world.attackers, needs_updates=world.attack.colludes)
             self.processors = (attackers, *self.processors)
         self._expected: Mapping[str, Tensor] | None = None
+        self._shares: Sequence[float] = ()
 
     @property
     def needs_updates(self) -> bool:
@@ -194,8 +195,12 @@ class Processing:
         return {name: value for each in self.processors for name, value in each.recorded(context).items()}
 
     def _expected_weights(self, old: Weights, tasks_of: TasksOf) -> Mapping[str, Tensor]:
-        if self._expected is None:
-            self._expected = expected_weights(self._simulated(tasks_of), old)
+        """Each scalar's expected sum of weights, computed again when the clients' shares change (MaxNet's beta)."""
+        if self._expected is None or any(share != 1 for share in self._shares):
+            cohorts = [*self._simulated(tasks_of)]
+            shares = [share for cohort in cohorts for _, share in cohort]
+            if self._expected is None or shares != self._shares:
+                self._expected, self._shares = expected_weights(cohorts, old), shares
         # A search may have removed operators since.
         return {name: weights for name, weights in self._expected.items() if name in old}
 

@@ -289,7 +289,8 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         subnets = distribute(heuristic, distribution(round_.index, client_ids, served))
         architectures = [subnets[client_id] for client_id in round_.client_ids]
         is_largest = tuple(architecture == space.largest for architecture in architectures)
-        shares = shares_of(shares_rule, Sharing(config.shares, round_.index, config.rounds, clients, is_largest))
+        sharing = Sharing(config.shares, round_.state.round, config.rounds, clients, is_largest)
+        shares = shares_of(shares_rule, sharing)
         tasks = [
             TrainShare(Subnet(architecture), round_.local, rules.weighting, share=share)
             for architecture, share in zip(architectures, shares.values, strict=True)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import dp_accounting
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.privacy import clip_changes, epsilon, expected_weights, limited, privatised, with_round
+from fedloom.platform.federation.algorithm import RunState, TrainingStage
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.processing import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
@@ -147,6 +149,21 @@ def test_expected_weights_are_means_over_simulated_cohorts() -> None:
     found = expected_weights(rounds, like)
     assert found["w"].tolist() == [1.25, 1.25, 0.75]
     assert set(found) == {"w"}
+
+
+def test_expected_weights_follow_maxnets_beta(elastic_config: Make) -> None:
+    """One client of a round has the largest subnet, and so every scalar, with a weight of .9 that falls to .25."""
+    private = PrivacyConfig(clip=1.0)
+    config = elastic_config(train={"rounds": 5, "weighting": "plain", "evaluate_every": 0, "privacy": private})
+    stage, *_ = build_stages(build_world(config))
+    assert isinstance(stage, TrainingStage)
+    state, least = stage.begin(RunState()), list[float]()
+    for round_ in (0, 4):
+        simulated = partial(stage._simulated_tasks, replace(state, round=round_))
+        weights = stage.processing._expected_weights(state.weights("supernet"), simulated)
+        least.append(min(float(weight.min()) for weight in weights.values()))
+    assert least[0] >= 0.9
+    assert 0.25 <= least[1] < 0.6
 
 
 def test_weights_are_capped_and_counters_left_out() -> None:
