@@ -7,7 +7,7 @@ method besides its training stages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -403,17 +403,24 @@ class TrainingStage:
         if self.asynchronous is None:
             starts_s = self.selection.starts_s(state.simulated_s)
             cohort = self.selection.cohort(index, state.data, starts_s)
+            memory = cohort.memory
             begun = self._begun(state, cohort, starts_s)
             assignments = begun.assignments
         else:
+
+            def draw(time_s: float, count: int, busy: Collection[int], number: int) -> Cohort:
+                nonlocal memory
+                further = self.selection.cohort(index, {**state.data, MEMORY: memory}, time_s, count, busy, number)
+                memory = further.memory
+                return further
+
             size, busy, at_work = self.asynchronous.wanted(state.data, index)
             starts_s = state.simulated_s if at_work else self.selection.starts_s(state.simulated_s)
             cohort = self.selection.cohort(index, state.data, starts_s, size, busy)
+            memory = cohort.memory
             begun = self._begun(state, cohort)
             assignments, answers = self.asynchronous.plan(
-                *(index, starts_s, state.data, cohort),
-                partial(self.selection.cohort, index, state.data),
-                partial(self._begun_in, state, cohort, begun),
+                *(index, starts_s, state.data, cohort), draw, partial(self._begun_in, state, cohort, begun)
             )
             if self.asynchronous.rule is not None:
                 received = {name: state.weights(name or group) for name in (None, *self._older(state))}
@@ -437,7 +444,7 @@ class TrainingStage:
             group,
             {"lr": local.lr, **begun.schedules, **self.processing.schedules(context)},
             stack=stack,
-            memory=cohort.memory or None,
+            memory=memory or None,
             processors=begun.processors,
             keeps_updates=self.keeps_updates,
             answers=answers,

@@ -246,6 +246,15 @@ def test_a_round_has_its_answers_although_devices_drop_out(tiny_config: Make, ru
     assert not rows.duplicated(["round", "client_id"]).any()
 
 
+def test_who_replaces_a_lost_client_has_had_its_turn(tiny_config: Make, run_in_memory: Any) -> None:
+    """What a selection rule remembers of a round's further draws lasts: round robin selects all clients equally."""
+    lossy = DevicesConfig(macs_per_s=[1e7, 1e7], dropout=0.5)
+    train = {"asynchronous": "fedbuff", "arrivals": 2, "clients_per_round": 2, "rounds": 10}
+    _, memory, _ = run_in_memory(federation(tiny_config, lossy, selection="round_robin", **train))
+    turns = memory.table("clients")["client_id"].value_counts()
+    assert (turns.min(), turns.max()) == (6, 7)
+
+
 def test_clients_whose_weights_are_too_old_are_told_to_stop(tiny_config: Make, run_in_memory: Any) -> None:
     slow = DevicesConfig(macs_per_s=[2e6, 3e7])
     config = federation(tiny_config, slow, asynchronous="fedasync", arrivals=1, max_staleness=1, rounds=8)
