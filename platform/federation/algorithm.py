@@ -444,7 +444,7 @@ class TrainingStage:
             group,
             {"lr": local.lr, **begun.schedules, **self.processing.schedules(context)},
             stack=stack,
-            memory=memory or None,
+            memory=memory,
             processors=begun.processors,
             keeps_updates=self.keeps_updates,
             answers=answers,

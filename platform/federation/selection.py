@@ -587,4 +587,6 @@ class Selection:
     ) -> dict[str, Any]:
         """The JSON values after a round: the history with its clients, and the rule's memory."""
         values: dict[str, Any] = {HISTORY: recorded(data[HISTORY], round_, results)} if self._keeps_history else {}
-        return values if memory is None else {**values, MEMORY: dict(memory)}
+        if memory is not None and (memory or MEMORY in data):  # what is not returned again is forgotten
+            values[MEMORY] = dict(memory)
+        return values

@@ -364,6 +364,17 @@ def test_what_a_rule_remembers_ends_with_its_stage(tiny_config: Make, run_in_mem
     assert "selection" not in states[-1].data
 
 
+def every_other_round(choice: Choice) -> Cohort:
+    """A rule that remembers something in rounds 0, 2, ... alone."""
+    return Cohort((0, 1, 2), memory={} if choice.round % 2 else {"round": choice.round})
+
+
+def test_what_a_rule_does_not_return_again_is_forgotten(tiny_config: Make, run_in_memory: Any) -> None:
+    _, memory, _ = run_in_memory(fedavg(tiny_config, selection=f"{__name__}:every_other_round"))
+    kept = [memory.state(round_).data.get("selection") for round_ in range(4)]
+    assert kept == [{"round": 0}, {}, {"round": 2}, {}]
+
+
 def test_a_wrong_option_is_refused_before_a_run_begins(tiny_config: Make) -> None:
     config = fedavg(tiny_config, selection="tier_quota", options={"quota": [9, 9]})
     with pytest.raises(ValueError, match=r"quota=\[9, 9\]: give one number for each of the 2 tiers, 3 clients"):
