@@ -62,7 +62,7 @@ def labels_positions(y: Tree) -> bool:
 class Score:
     """Mean loss and accuracy over the targets of `samples` samples (one target per image, or per position of a text).
 
-    `more` holds the objective's further metrics by name.
+    They are NaN if no target counts. `more` holds the objective's further metrics by name.
     """
 
     loss: float
@@ -93,7 +93,8 @@ class _Sums:
     def score(self, *, per_position: bool) -> Score:
         known = self.targets if isinstance(self.targets, Tensor) else torch.full_like(self.loss, self.targets)
         sums: list[float] = torch.stack([known.double(), self.loss, self.metric, *self.more.values()]).cpu().tolist()
-        loss, metric, *more = (total / sums[0] for total in sums[1:])
+        # No target may count, such as those of a short text whose first positions are skipped.
+        loss, metric, *more = (total / sums[0] if sums[0] else math.nan for total in sums[1:])
         return Score(loss, metric, self.samples, per_position, dict(zip(self.more, more, strict=True)))
 
 

@@ -1,10 +1,13 @@
 """The objective of which only a text's later positions count."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.objectives import IGNORED, LaterPositions, check_objective
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
@@ -38,6 +41,14 @@ def test_a_batch_of_padding_alone_has_a_loss_of_zero_and_no_gradient() -> None:
     assert loss.item() == 0
     assert outputs.grad is not None
     assert not outputs.grad.any()
+
+
+def test_the_score_on_texts_without_a_position_that_counts_is_unknown() -> None:
+    outputs, targets = batch()
+    score = evaluate(lambda _: outputs[1:], (torch.zeros((1, 6)), targets[1:]), LaterPositions(skip=4))
+    assert math.isnan(score.loss)
+    assert math.isnan(score.metric)
+    assert score.samples == 1
 
 
 def test_texts_that_are_too_short_and_images_are_refused() -> None:
