@@ -16,13 +16,13 @@ from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.trials import UNSENT
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
-from fedloom.platform.results.copies import MirrorError, fetch, mirror_run
+from fedloom.platform.results.copies import MirrorError, fetch
 from fedloom.platform.results.files import ADVICE
 from fedloom.platform.results.lock import OwnedError
 from fedloom.platform.results.paths import RunPaths, remove_run
 from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import is_done, read_runs
-from fedloom.platform.runs.resuming import check_run_unowned
+from fedloom.platform.runs.resuming import check_run_unowned, leave_finished
 from fedloom.platform.runs.run import Resume, RunIdentity, Watcher, make_serial, run_to_end
 from fedloom.platform.runs.run_files import COSTS, has_begun
 
@@ -147,15 +147,18 @@ class RunThread:
         is_half_begun = paths.artifacts.exists() and not (paths.artifacts / COSTS).exists()
         if is_half_begun and (problem := _not_removed(paths)):
             return "refused", problem
-        if is_done(paths):
-            mirror_run(self.config.results, paths)  # an earlier process died before its upload succeeded
+        how = self.job.resume or Resume(run_id)
+        if is_done(paths):  # an earlier process died before its status said so, or before its upload succeeded
+            try:
+                leave_finished(self.config, run_id, take_over=how.take_over)
+            except OwnedError as error:
+                return "refused", str(error)
             return "done", ""
         # A new scheduler first receives the earlier rounds, once the tables have been repaired.
         has_actors = self.config.executor.kind == "ray" and not self.config.dry_run
         make, watch = metered(run_id, self._tell) if has_actors else (make_serial, self._tell)
         watcher = Watcher(self._tell_history, watch, self._stop.is_set)
-        resume = (self.job.resume or Resume(run_id)) if paths.artifacts.exists() else None
-        end = run_to_end(self.config, make, watcher, resume, self.job.identity)
+        end = run_to_end(self.config, make, watcher, how if paths.artifacts.exists() else None, self.job.identity)
         return UNSENT if end.kind == "infrastructure" else end.kind, end.message
 
     def _paths(self, run_id: str) -> RunPaths:

@@ -1,5 +1,6 @@
 """One trial without Tune: what it tells, how it ends, and what it does when it is begun again."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from fedloom.platform.results.files import check_name
 from fedloom.platform.results.lock import owned
 from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.paths import LONGEST_RUN_ID, RunPaths
+from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import RunIdentity
@@ -126,10 +128,14 @@ def test_a_trial_that_was_killed_during_its_first_writes_begins_again(make: Make
     assert told(make())[-1][END] == "done"
 
 
-def test_a_damaged_status_does_not_keep_a_trial_from_its_end(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("was", ["damaged", "killed before it said done"])
+def test_a_trial_that_is_done_says_so_whatever_its_status_said(make: Make, tmp_path: Path, was: str) -> None:
     told(make())
-    RunPaths(tmp_path, "fedoras_digits", RUN).status.write_text("{")
+    status = RunPaths(tmp_path, "fedoras_digits", RUN).status
+    of_ended_process = {**json.loads(status.read_text()), "state": "running", "started": 0.0}
+    status.write_text("{" if was == "damaged" else json.dumps(of_ended_process))
     assert told(make())[-1][END] == "done"
+    assert says_done(status), "or its ablation would never be done"
 
 
 def test_results_that_could_not_be_sent_are_sent_when_the_trial_is_begun_again(
@@ -146,7 +152,7 @@ def test_results_that_could_not_be_sent_are_sent_when_the_trial_is_begun_again(
         away.setattr("fedloom.platform.results.copies.Mirror.turn", unreachable)  # `close` ends its thread, and says so
         assert told(job)[-1][END] == UNSENT
     with monkeypatch.context() as away:
-        away.setattr(module, "mirror_run", unreachable)
+        away.setattr("fedloom.platform.runs.resuming.mirror_run", unreachable)
         assert told(job)[-1][END] == UNSENT
     assert told(job)[-1][END] == "done"
     assert read_table(there, "runs")["status"].tolist() == ["done"]
