@@ -90,7 +90,10 @@ class RunThread:
         self.job = job
         self.config = config_from_dict(job.config)
         self._news: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._told: dict[str, Any] = {}
+        """The latest round, which may wait in `_news`."""
         self._last: dict[str, Any] = {}
+        """The latest result of `news`."""
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="run", daemon=True)
@@ -127,7 +130,7 @@ class RunThread:
         except BaseException as error:  # noqa: BLE001 - raised again in Tune's thread
             self._error = error
         else:
-            self._news.put({**self._last, "done": True, END: end, MESSAGE: message})
+            self._news.put({**self._told, "done": True, END: end, MESSAGE: message})
 
     def _to_the_end(self) -> tuple[str, str]:
         accept_shared_memory()
@@ -174,7 +177,8 @@ class RunThread:
                 self._tell(progress)
 
     def _tell(self, progress: RoundProgress) -> None:
-        self._news.put(figures(progress) | self._compared(progress))
+        self._told = figures(progress) | self._compared(progress)
+        self._news.put(self._told)
 
     def _compared(self, progress: RoundProgress) -> dict[str, Any]:
         return {STAGE_ROUND: progress.round + 1} if progress.stage == self.job.stage else {}

@@ -87,6 +87,16 @@ def test_a_trial_tells_of_its_rounds_and_its_end(make: Make, tmp_path: Path) -> 
     )
 
 
+def test_its_end_comes_with_its_last_round_however_slowly_its_news_are_taken(make: Make) -> None:
+    running = RunThread(make())
+    running.start()
+    running.join()
+    news: list[Mapping[str, Any]] = []
+    while not (news and news[-1].get("done")):
+        news.append(running.news())
+    assert {"done": True, END: "done", MESSAGE: "", **news[-2]} == news[-1]
+
+
 def test_one_that_is_done_is_not_run_again_and_may_tell_a_scheduler_of_its_rounds(make: Make, tmp_path: Path) -> None:
     told(make())
     before = read_table(tmp_path, "runs")
