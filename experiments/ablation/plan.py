@@ -25,8 +25,9 @@ from fedloom.experiments.runs.configuration import change_stored, compose_config
 from fedloom.experiments.runs.overrides import GROUPS, override_text
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id, trial_id
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.results.checkpoint import differences
 from fedloom.platform.results.store import local_root
-from fedloom.platform.runs.resuming import free_on_resume, placed_here
+from fedloom.platform.runs.resuming import free_on_resume, placed_here, what_is_computed
 from fedloom.platform.runs.source_code import check_code_places
 from fedloom.platform.seeding import stream
 
@@ -121,7 +122,8 @@ def _plain_axes(config: AblationConfig) -> dict[str, Any]:
 def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
     """The ablation with the next batch of its Bayesian search; None without such a search, or if it is done or stuck.
 
-    New trials take keys that may change on resume from the first trial. Raises ValueError like `known_points`.
+    New trials take keys that may change on resume from the first trial. Raises ValueError like `known_points`, and if
+    the preset has changed since the search began.
     """
     if not ablation.search:
         return None
@@ -137,6 +139,7 @@ def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
     if not new:
         logger.warning("the search ends after %d points: the axes have no others", len(known))
         return None
+    _check_unchanged(ablation)
     points = [Point(point.setting, {}) for point in known]
     new_points = [_chosen(config, setting) for setting in new]
     first = ablation.trials[0].config
@@ -145,6 +148,21 @@ def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
     here = [replace(trial, config=_with_free_keys(trial.config, first)) for trial in trials]
     axes = _axes(config, [*points, *new_points])
     return replace(ablation, trials=(*ablation.trials, *here), axes=axes)
+
+
+def _check_unchanged(ablation: Ablation) -> None:
+    """Raises ValueError if an earlier trial's overrides would give another configuration now.
+
+    The user's own preset may have been edited since, and another version of fedloom may have other defaults.
+    """
+    for trial in ablation.trials[:: len(ablation.seeds)]:
+        now = compose_config([*ablation.overrides, *trial.overrides, f"seed={trial.seed}"])
+        then = config_from_dict(trial.config)
+        if changes := differences(what_is_computed(asdict(then)), what_is_computed(asdict(now))):
+            raise ValueError(
+                f"the search cannot go on: trial {trial.index} would be another run now ({changes}), with which new "
+                f"trials could not be compared: restore the preset {trial.experiment}, or start a new ablation"
+            )
 
 
 def _with_free_keys(values: Changes, first: Changes, prefix: str = "") -> dict[str, Any]:

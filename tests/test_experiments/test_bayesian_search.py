@@ -9,7 +9,7 @@ import pytest
 from fedloom.experiments.ablation.bayesian import Known, known_points, suggested
 from fedloom.experiments.ablation.config import AxisConfig
 from fedloom.experiments.ablation.in_process import run_in_process
-from fedloom.experiments.ablation.plan import plan_ablation
+from fedloom.experiments.ablation.plan import next_batch, plan_ablation
 from fedloom.experiments.ablation.running import ResultsPlace
 from fedloom.experiments.analysis.ablation import load_ablation
 from fedloom.experiments.report.ablation import ablation_content
@@ -119,6 +119,20 @@ def test_a_stopped_search_goes_on_as_it_would_have(tmp_path: Path) -> None:
     assert list(best.get_ydata()) == sorted(best.get_ydata())
     content = ablation_content(done, trial_states(root, done), tables)
     assert dict(content.runs[0].facts)["trials"] == "3 (Bayesian search of 3 points)"
+
+
+def test_a_preset_that_changes_meanwhile_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {batch_size: 16}}")
+    ablation = plan_ablation(arguments(tmp_path, f"experiment={preset}"))
+    known = [Known(trial.setting, 0.5) for trial in ablation.trials]
+    monkeypatch.setattr("fedloom.experiments.ablation.plan.known_points", lambda *_: known)
+    longer = next_batch(tmp_path, ablation)
+    assert longer is not None
+    assert [trial.config["method"]["train"]["batch_size"] for trial in longer.trials] == [16, 16, 16]
+    preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {batch_size: 64}}")
+    with pytest.raises(ValueError, match=r"trial 0 would be another run now \(method.train.batch_size 16 -> 64\)"):
+        next_batch(tmp_path, ablation)
 
 
 @pytest.mark.parametrize(
