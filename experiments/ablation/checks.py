@@ -13,7 +13,8 @@ from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.tiers import RunCosts
-from fedloom.platform.federation.world import World
+from fedloom.platform.federation.world import World, configured_attack, drawn_attackers
+from fedloom.platform.methods.registry import check_space
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.runs.run import planned_stages, planned_world
 from fedloom.platform.runs.run_files import begun_with, check_alike
@@ -92,7 +93,7 @@ def checked_trials(
             trial = trials[position]
             config.results = str(root)
             try:
-                world = replace(world or _world(config, spaces), config=config)
+                world = _changed(world or _world(config, spaces), config)
                 check_alike(asdict(config), world.data, known)
                 checked[position] = _checked(trial, world, cluster, at_once, scheduler)
             except ValueError as error:
@@ -101,7 +102,7 @@ def checked_trials(
 
 
 def _by_world(trials: Sequence[Trial]) -> Iterable[Sequence[tuple[int, RunConfig]]]:
-    """The trials' positions and configurations, grouped by everything that a world is built from.
+    """The trials' positions and configurations, grouped by what a world is built from, except for attacks.
 
     Consecutive trials have different seeds and therefore hardly ever share a world.
     """
@@ -130,6 +131,13 @@ def _world(config: RunConfig, spaces: dict[str, World]) -> World:
     if before is None:
         return spaces.setdefault(key, planned_world(config))
     return replace(planned_world(config, RunCosts(before.cost_table, before.macs_table)), space=before.space)
+
+
+def _changed(world: World, config: RunConfig) -> World:
+    """The world with another configuration of its group: only the method, the attack and the execution may differ."""
+    check_space(config.method, world.space)
+    attackers = drawn_attackers(config.attack.share, world.num_clients, config.seed_for("partition"))
+    return replace(world, config=config, attack=configured_attack(config), attackers=attackers)
 
 
 def _checked(

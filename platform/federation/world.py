@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedloom.platform.averaging.attacks import ATTACKS, Attack, attack
+from fedloom.platform.averaging.attacks import ATTACKS, Attack, attack as made_attack
 from fedloom.platform.clients.objectives import OBJECTIVES, check_objective
 from fedloom.platform.clients.worker import WorkerSpec
 from fedloom.platform.data.augment import check_augmentation, coloured, tried_samples
@@ -168,7 +168,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     Raises ValueError for an invalid configuration: missing data, impossible budgets, shares that do not sum to 1.
     """
     _, augment = data_choices(config.data)
-    chosen = component_specs([(ATTACKS, config.attack.name)], config.attack.options, "attack.options")[0]
+    attack = configured_attack(config)
     objective = component_specs([(OBJECTIVES, config.objective.name)], config.objective.options, "objective.options")[0]
     space = build_space(config.space)
     check(space)
@@ -228,9 +228,14 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
             constants=space.constants_hash,
         ),
         tasks=tasks,
-        attack=attack(chosen),
+        attack=attack,
         attackers=drawn_attackers(config.attack.share, data.num_clients, config.seed_for("partition")),
     )
+
+
+def configured_attack(config: RunConfig) -> Attack:
+    """The attack of the configuration; ValueError for one that does not exist, and for wrong options."""
+    return made_attack(component_specs([(ATTACKS, config.attack.name)], config.attack.options, "attack.options")[0])
 
 
 def drawn_attackers(share: float, num_clients: int, seed: int) -> frozenset[int]:

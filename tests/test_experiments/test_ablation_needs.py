@@ -15,8 +15,17 @@ from fedloom.experiments.ablation.checks import Bundles, Cluster, bundles_of_tri
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation import world as world_module
-from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig, ObjectiveConfig, RunConfig
+from fedloom.platform.federation.config import (
+    AttackConfig,
+    CheckpointConfig,
+    ExecutorConfig,
+    ObjectiveConfig,
+    RunConfig,
+    TiersConfig,
+)
 from fedloom.platform.federation.world import World
+from fedloom.platform.methods.fjord import FjordConfig
+from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
 from fedloom.tiers.tier import Tier, make_tiers
 
 TWO_TIERS = make_tiers([1.0, 2.0])
@@ -251,6 +260,27 @@ def test_a_trial_that_cannot_begin_is_named(tmp_path: Path, trial: Callable[...,
     line = refusal(lambda: checked_trials([trial(0), bad], tmp_path, cluster(2)))
     assert line.startswith("trial 1 (lr=0.1 seed=1): ")
     assert "clients_per_round=4: must be between 1 and the 3 clients" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("method", FjordConfig(), "fjord cannot use space cnn_digits, whose subnets are not widths of one network"),
+        ("attack", AttackConfig(0.5, "nonsense"), "unknown attack 'nonsense'"),
+    ],
+)
+def test_what_differs_between_trials_of_the_same_data_is_checked_for_each(
+    tmp_path: Path, trial: Callable[..., Trial], key: str, value: Any, message: str
+) -> None:
+    bad = trial(1, **{key: value})
+    with pytest.raises(ValueError, match=rf"^trial 1 \(lr=0.1 seed=1\): {re.escape(message)}"):
+        checked_trials([trial(0), bad], tmp_path, cluster(2))
+
+
+def test_a_trial_has_no_attackers_because_another_has(tmp_path: Path, trial: Callable[..., Trial]) -> None:
+    attacked = trial(0, tiers=TiersConfig(count=1), attack=AttackConfig(0.5))
+    alone = trial(1, tiers=TiersConfig(count=1), method=LocalAdaptationConfig())  # which refuses attackers
+    assert len(checked_trials([attacked, alone], tmp_path, cluster(2))) == 2
 
 
 def test_presets_fit_on_two_cpus() -> None:
