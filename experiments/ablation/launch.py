@@ -237,7 +237,7 @@ REPLAY = ({"CPU": 0.01},)
 
 
 def _absolute(config: Any) -> dict[str, Any]:
-    """The configuration with absolute paths, for a process with another working directory."""
+    """The configuration with absolute paths, for processes with other working directories, such as client actors."""
     changed = dict(config)
     for group, key in (("tiers", "device_table"), ("data", "root"), ("data", "cache")):
         path = config[group].get(key)

@@ -1,9 +1,11 @@
 """A trial of an ablation: a Tune trainable whose process is the run's server; its placement group holds its clients."""
 
 import json
+import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -61,8 +63,11 @@ class Job:
 class TrialActor(tune.Trainable):
     """Runs or resumes one run in a thread; `step` passes its rounds to Tune."""
 
-    def setup(self, config: dict[str, Any], jobs: Mapping[int, Job] | None = None) -> None:
+    def setup(self, config: dict[str, Any], jobs: Mapping[int, Job] | None = None, folder: str = "") -> None:
+        """Relative paths start at `folder`, if it exists here; otherwise at the folder where Ray was started."""
         assert jobs is not None, "given by tune.with_parameters"
+        with suppress(OSError):
+            os.chdir(folder)
         self._jobs = jobs
         self._start(config)
 

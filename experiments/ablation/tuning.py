@@ -1,6 +1,7 @@
 """Drives Ray Tune: one Tuner over the planned trials, in their order, each in its own placement group."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,9 +63,8 @@ def tune_trials(
     if pin:
         pinned = {f"node:{ray.util.get_node_ip_address()}": NODE_SHARE}  # type: ignore[no-untyped-call]
     groups = {w.job.index: _group(w.job, pinned, w.bundles) for w in work}
-    trainable = tune.with_resources(
-        tune.with_parameters(TrialActor, jobs={w.job.index: w.job for w in work}), lambda config: groups[config[TRIAL]]
-    )
+    actor = tune.with_parameters(TrialActor, jobs={w.job.index: w.job for w in work}, folder=os.getcwd())
+    trainable = tune.with_resources(actor, lambda config: groups[config[TRIAL]])
     order = [Pending(w.job.index, w.supernet, w.job.replay) for w in work]
     tuner = tune.Tuner(
         trainable,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.ablation import trial as module
-from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, Job, RunThread
+from fedloom.experiments.ablation.trial import END, MESSAGE, STAGE_ROUND, TRIAL, Job, RunThread, TrialActor
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.ablations import new_ablation_id
 from fedloom.experiments.store.trials import UNSENT
@@ -166,6 +166,22 @@ def test_results_that_could_not_be_sent_are_sent_when_the_trial_is_begun_again(
         assert told(job)[-1][END] == UNSENT
     assert told(job)[-1][END] == "done"
     assert read_table(there, "runs")["status"].tolist() == ["done"]
+
+
+def test_relative_paths_start_where_the_ablation_was_started_and_not_where_ray_was(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, online in (("ray", range(8)), ("project", range(2))):
+        rows = [f"{client},{0 if client in online else 9},86400" for client in range(8)]
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "on.csv").write_text("\n".join(["device_id,on_s,off_s", *rows]))
+    monkeypatch.chdir(tmp_path / "ray")
+    actor = TrialActor.__new__(TrialActor)
+    job = make("devices.availability_table=on.csv", "method.train.rounds=1", "method.train.clients_per_round=8")
+    actor.setup({TRIAL: 0}, {0: job}, str(tmp_path / "project"))
+    actor._run.join()
+    clients = read_table(tmp_path, "clients", run_id=RUN).query("stage == 'supernet' and round == 0")
+    assert sorted(clients["client_id"]) == [0, 1]
 
 
 def test_what_is_no_end_of_a_run_is_raised_to_tune(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
