@@ -200,10 +200,12 @@ def has_begun(paths: RunPaths) -> bool:
 
 
 def write_new_run(paths: RunPaths, config: RunConfig, world: World, sources: PluginSources) -> None:
-    """Writes what resuming a run needs: its configuration, names, costs, and copies of plug-ins and input files."""
+    """Writes what resuming a run needs: its configuration, names, copies of plug-ins and input files, and last costs.
+
+    A run without costs was killed before all of this was written.
+    """
     write_atomically(paths.config, json.dumps(asdict(config), indent=1).encode())
     write_names(paths.artifacts, config.names)
-    store_costs(paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
     sources.copy_to(paths.artifacts / PLUGINS)
     for file in input_files(asdict(config)).values():
         if file.stat().st_size <= MOST_KEPT_BYTES:
@@ -211,6 +213,7 @@ def write_new_run(paths: RunPaths, config: RunConfig, world: World, sources: Plu
             copy = _copy_of(paths.artifacts, file.name, content_hash(content))
             copy.parent.mkdir(exist_ok=True)
             write_atomically(copy, content)
+    store_costs(paths.artifacts / COSTS, RunCosts(world.cost_table, world.macs_table))
 
 
 def latest_copies(paths: RunPaths) -> Path:

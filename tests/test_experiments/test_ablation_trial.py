@@ -25,6 +25,7 @@ from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import RunIdentity
+from fedloom.platform.runs.source_code import PluginSources
 
 RUN = "20260101-000000-tiny-abcdef-0000"
 TINY = [
@@ -136,6 +137,25 @@ def test_a_trial_that_was_killed_during_its_first_writes_begins_again(make: Make
         assert (end[END], paths.artifacts.exists()) == ("refused", True)
         assert "is at work in process" in end[MESSAGE]
     assert told(make())[-1][END] == "done"
+
+
+def test_a_trial_that_was_killed_while_its_code_was_copied_begins_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, results = tmp_path / "code", str(tmp_path / "results")
+    code.mkdir()
+    (code / "brighter.py").write_text("def brighter(x, generator):\n    return x + 0.1\n")
+    monkeypatch.syspath_prepend(code)
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    job = make("method.train.augment=brighter:brighter", "method.train.rounds=1", results=results)
+    with monkeypatch.context() as patch:
+        patch.setattr(PluginSources, "copy_to", killed)
+        told(job)
+    assert (tmp_path / "results" / "artifacts" / RUN / "config.json").exists(), "as after a kill, nothing is removed"
+    assert told(job)[-1][END] == "done"
 
 
 @pytest.mark.parametrize("was", ["damaged", "killed before it said done"])
