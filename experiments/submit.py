@@ -6,8 +6,8 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,10 +19,13 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from fedloom.actors.cluster import SET_TOKEN
 from fedloom.experiments.ablation.config import PREFIX, load_ablation_config
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.own_presets import is_own
+from fedloom.experiments.runs.presets import PRESET
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
 from fedloom.experiments.terminal import INFRASTRUCTURE, INTERRUPTED, OK
-from fedloom.platform.federation.config import GENERATED
+from fedloom.platform.federation.config import GENERATED, RunConfig
 from fedloom.platform.results.store import local_root
+from fedloom.platform.runs.run_files import input_files
 from fedloom.platform.words import shown
 
 Tell = Callable[[str], None]
@@ -110,16 +113,17 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
     command, sent = "run", list(overrides)
     ablation_name = next((o.removeprefix(ABLATION) for o in overrides if o.startswith(ABLATION)), None)
     if ablation_name is None:
-        config = compose_config(overrides)
+        composed = list(overrides)
     else:
         command = "ablate"
         _, ablation = load_ablation_config(ablation_name, [o for o in overrides if o.startswith(PREFIX)])
         rest = [o for o in overrides if not o.startswith((PREFIX, ABLATION))]
-        config = compose_config([*rest, *ablation.overrides])
+        composed = [*rest, *ablation.overrides]
         if ablation_name.endswith((".yaml", ".yml")):  # ships the definition; the job finds it in its folder
             file = Path(ablation_name)
             include = [*include, file]
             sent = [f"{ABLATION}{target_of(file)}" if o == f"{ABLATION}{ablation_name}" else o for o in overrides]
+    config = compose_config(composed)
     local_root(config.results)  # refuses a URL that holds a secret, which would be on the job's command line
     if "://" not in config.results and not Path(config.results).is_absolute():
         raise ValueError(
@@ -130,10 +134,19 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
     if config.ray.address != "auto":
         raise ValueError(f"ray.address={config.ray.address}: a job runs on the cluster of --address; leave this out")
     shipment = plan_shipment(include)
-    table, targets = config.tiers.device_table, {str(file.target) for file in shipment.files}
-    if table is not None and table not in (GENERATED, *targets) and not Path(table).is_absolute():
-        raise ValueError(f"tiers.device_table={table} is not shipped: add --include {table}")
+    _check_shipped(config, composed, shipment)
     return PreparedJob(entry_point(command, sent), shipment)
+
+
+def _check_shipped(config: RunConfig, overrides: Sequence[str], shipment: Shipment) -> None:
+    """Raises ValueError for a preset or an input file that the job would look for in its folder in vain."""
+    targets = {file.target for file in shipment.files}
+    tables = {config.tiers.device_table, config.devices.availability_table} - {None, GENERATED}
+    presets = [override.removeprefix(PRESET) for override in overrides if is_own(override)]
+    for text in [*presets, *sorted(map(str, {*tables, *input_files(asdict(config))}))]:
+        path = os.path.normpath(os.path.expanduser(text))
+        if not os.path.isabs(path) and PurePosixPath(path) not in targets:
+            raise ValueError(f"{text} is not shipped: add --include {text}, in the folder that holds it or above")
 
 
 def entry_point(command: str, overrides: Sequence[str]) -> str:

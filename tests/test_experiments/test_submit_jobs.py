@@ -59,7 +59,7 @@ REFUSED = {
     "relative results": (["experiment=fedoras_digits", "results=../r"], r"results=\.\./r would lie"),
     "unknown key": ([*RUN, "method.train.weigting=opa"], r"did you mean 'method\.train\.weighting'"),
     "own cluster": ([*RUN, "ray.address=local"], r"ray\.address=local: a job runs on the cluster of --address"),
-    "device table": ([*RUN, "tiers.device_table=d.csv"], r"tiers\.device_table=d\.csv is not shipped: add --include"),
+    "device table": ([*RUN, "tiers.device_table=d.csv"], r"^d\.csv is not shipped: add --include d\.csv,"),
     "unknown ablation": (["ablation=alpa", *RUN], r"did you mean 'alpha'"),
     "ablation's own key": (["ablation=alpha", "ablation.attempts=0", *RUN], r"ablation\.attempts=0"),
     "ablation without results": (["ablation=alpha", "experiment=fedoras_digits"], r"results=results would lie"),
@@ -73,10 +73,18 @@ def test_refusals_before_anything_is_sent(case: str) -> None:
         prepare(overrides, [])
 
 
-def test_a_shipped_device_table_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "d.csv").write_text("")
-    assert "tiers.device_table=d.csv" in prepare([*RUN, "tiers.device_table=d.csv"], [Path("d.csv")]).entry_point
+@pytest.mark.parametrize("key", ["tiers.device_table", "devices.availability_table", "experiment"])
+def test_files_that_the_job_looks_for_have_to_be_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    for folder in ("..", "."):
+        Path(folder, "d.yaml").write_text("defaults: [fedoras_digits]")
+    assert f"{key}=./d.yaml" in prepare([*RUN, f"{key}=./d.yaml"], [Path("d.yaml")]).entry_point
+    for text in ("d.yaml", "../d.yaml"):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)} is not shipped: add --include {re.escape(text)}, "):
+            prepare([*RUN, f"{key}={text}"], [Path("../d.yaml")] if text == "../d.yaml" else [])
 
 
 def test_variables_of_the_job() -> None:
