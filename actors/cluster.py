@@ -146,17 +146,27 @@ def own_resources(config: RayConfig) -> dict[str, float]:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: the smaller of its CPU affinity and SLURM_CPUS_PER_TASK."""
+    """CPUs that this process may use: the least of its CPU affinity, SLURM_CPUS_PER_TASK and its container's limit."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slurm = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    return min(cpus, int(slurm)) if slurm.isdigit() else cpus
+    quota, _, period = _limit("cpu.max").partition(" ")  # microseconds of all CPUs together, in each period
+    limit = max(1, int(quota) // int(period)) if quota.isdigit() else cpus
+    return min(cpus, limit, int(slurm) if slurm.isdigit() else cpus)
 
 
 def free_memory_bytes() -> int:
     """Free memory of this machine or the limit of its container, whichever is smaller."""
-    free_bytes, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
-    limit_bytes = limit.read_text().strip() if limit.is_file() else "max"
+    free_bytes, limit_bytes = psutil.virtual_memory().available, _limit("memory.max")
     return min(free_bytes, int(limit_bytes)) if limit_bytes.isdigit() else int(free_bytes)
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def _limit(name: str) -> str:
+    """A limit of this process's container; "max" if there is none."""
+    file = CGROUP / name
+    return file.read_text().strip() if file.is_file() else "max"
 
 
 def _hint(address: str, text: str) -> str:

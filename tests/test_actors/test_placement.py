@@ -1,10 +1,12 @@
 """Which actors there are: arithmetic on CPUs and GPU shares."""
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
+from fedloom.actors import cluster
 from fedloom.actors.placement import ActorGroup, bundles_of, groups_of_run, plan_groups, resident_group, total
 from fedloom.platform.federation.config import ExecutorConfig
 from fedloom.tiers.tier import Tier, make_tiers
@@ -217,3 +219,25 @@ def test_a_share_that_does_not_fill_a_gpu_is_refused_with_the_nearest(given: flo
     with pytest.raises(ValueError, match="1/k") as refusal:
         tiers([given])
     assert nearest in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("quota", "slurm", "cpus"),
+    [
+        ("max 100000", "", 8),
+        ("250000 100000", "", 2),
+        ("50000 100000", "", 1),
+        ("250000 100000", "1", 1),
+        ("1600000 100000", "", 8),
+        (None, "3", 3),
+    ],
+)
+def test_a_cluster_of_our_own_has_the_cpus_of_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, slurm: str, cpus: int
+) -> None:
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr(cluster, "CGROUP", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", slurm)
+    assert cluster.usable_cpus() == cpus
