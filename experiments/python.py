@@ -32,7 +32,7 @@ from fedloom.experiments.passed import Names, called, check_current, is_plain, n
 from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
 from fedloom.experiments.runs.overrides import GROUPS, last_values, override_text
 from fedloom.experiments.show import RunView, how_it_ended
-from fedloom.experiments.store.ablations import FOLDER as ABLATIONS
+from fedloom.experiments.store.ablations import FOLDER as ABLATIONS, FRAME_COLUMNS
 from fedloom.experiments.terminal import CONFIGURATION, EXPLAINED, INTERRUPTED, OK, explained, of_run_end
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, RunFailedError
@@ -188,7 +188,8 @@ def _definition(
 
 def _axis(names: Names, key: str, values: Any) -> tuple[str, dict[str, Any]]:
     """The name of an axis, and its definition."""
-    name = key.rpartition(".")[2]
+    last = key.rpartition(".")[2]
+    name = key.replace(".", "_") if last in FRAME_COLUMNS else last
     if isinstance(values, Mapping) and values.keys() <= RANGES:
         return name, {"key": key, **values}
     if isinstance(values, Mapping) and all(isinstance(changes, Mapping) for changes in values.values()):

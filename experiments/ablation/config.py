@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from fedloom.experiments.runs.presets import CONF, ablations
-from fedloom.experiments.store.ablations import FIGURES
+from fedloom.experiments.store.ablations import FIGURES, FRAME_COLUMNS
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.files import check_name
 from fedloom.platform.settings import (
@@ -159,6 +159,8 @@ def check_ablation(config: AblationConfig) -> None:
     if not config.axes:
         raise ValueError("ablation.axes is empty: name at least one axis, with a key and its values")
     for name, axis in config.axes.items():
+        if name in FRAME_COLUMNS:
+            raise ValueError(f"ablation.axes.{name}: tables of results have a column {name!r}: give it another name")
         _check_axis(name, axis, config.search.kind)
         for key in (axis.key, *(key for s in axis.settings.values() for key in s)):
             if (advice := NOT_AXES.get(key.lstrip("+"))) is not None:

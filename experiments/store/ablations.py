@@ -39,6 +39,16 @@ FIGURES = (
 )
 """The allowed `figures` of an ablation, which the report draws."""
 
+FRAME_COLUMNS = frozenset(
+    {
+        *("trial", "seed", "seeds", "experiment", "run_id", "model", "models", "final_model", "tier", "subnet"),
+        *("architecture", "accuracy", "least_accuracy", "validation_accuracy", "client_accuracy", "worst_client"),
+        *("loss", "macs", "total_macs", "parameters", "total_bytes", "simulated_s", "wall_s", "epsilon"),
+        *("n", "mean", "half_width", "values"),
+    }
+)
+"""The columns that the frames of `analysis` have beside those of the axes, which therefore are no names of axes."""
+
 
 def trial_id(ablation_id: str, index: int) -> str:
     """The run id of a trial, by its place in the plan."""

@@ -1,5 +1,6 @@
 """Ablations as frames: planted numbers over seeds, in pairs, with missing trials, and with shared supernets."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from fedloom.experiments.analysis.rounds import steps
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.report.runs import load_chosen
-from fedloom.experiments.store.ablations import Ablation
+from fedloom.experiments.store.ablations import FRAME_COLUMNS, Ablation
 from tools.generated_ablation import Fates, write_planned
 
 BETA = ["ablation=beta_schedule", "experiment=superfednas_digits"]
@@ -218,8 +219,15 @@ def test_before_any_trial_has_begun_the_frames_are_empty(tmp_path: Path) -> None
 def test_an_axis_called_like_a_column_is_refused(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("axes:\n  macs: {key: method.train.lr, values: [0.1, 0.2]}\n")
-    with pytest.raises(ValueError, match="the axis 'macs' has the name of a column of the frame"):
+    with pytest.raises(ValueError, match=r"axes\.macs: tables of results have a column 'macs': give it another"):
         planned(tmp_path, [f"ablation={own}", "experiment=fedoras_digits"])
+    ablation, tables, frame = planned(tmp_path, BUDGET, Fates(waiting=range(18)))
+    of_runs = analysis.ablation_frame(tables, ablation, each="run")
+    frames = [frame, of_runs, analysis.by_setting(frame, "loss", ["budget"])]
+    assert {str(column) for each in frames for column in each} - {*ablation.axes} == FRAME_COLUMNS
+    planned_earlier = replace(ablation, axes={"macs": (1,)})
+    with pytest.raises(ValueError, match="the axis 'macs' has the name of a column of the frame"):
+        analysis.ablation_frame(tables, planned_earlier)
 
 
 def test_lists_and_nulls_are_text(tmp_path: Path) -> None:

@@ -165,13 +165,15 @@ def _merged(changes: dict[str, Any]) -> dict[str, Any]:
         ({"over": {"data.alpha": 1}}, r"^over={'data.alpha': 1}: give a list of values, or a dictionary of named se"),
         ({"over": {"method.lr": [1], "data.lr": [2]}}, "two of these keys have the same ending: vary named settings$"),
         ({"over": {"data.alpha": {"uniform": [1, 2]}}}, "a range is for ablation.search.kind=random"),
+        ({"over": {"method.architecture": {"uniform": [1, 2]}}}, r"axes\.method_architecture: a range is for"),
+        ({"over": {"experiment": ["a", "b"]}}, "axes.experiment: tables of results have a column 'experiment'"),
         ({"ablation": "alpah"}, "^ablation=alpah: no such ablation; did you mean 'alpha'"),
         ({"ablation": "alpha", "over": {"data.alpha": [1]}}, "^give either over= or ablation=alpha"),
         ({"ablation": {"search": {}}}, "^give what is varied: over="),
         ({"over": {"data.alpha": [1]}, "seed": 3}, "^seed=3: an ablation has several seeds"),
         ({"over": {"data.alpha": [1]}, "seeds": [1, 1]}, r"^ablation.seeds=\[1, 1\]: give one or more different"),
     ],
-    ids=["key", "number", "alike", "range", "preset", "both", "neither", "seed", "twice"],
+    ids=["key", "number", "alike", "range", "renamed", "column", "preset", "both", "neither", "seed", "twice"],
 )
 def test_an_ablation_that_cannot_be_is_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=line):
