@@ -34,8 +34,9 @@ NOT_AXES = {
     "seed": "an ablation has several seeds; give ablation.seeds=[1,2]",
     "name": "the trials of an ablation are named by their ids; use tags=[WORD] instead",
     "results": "all trials of an ablation lie in one results folder; give results=FOLDER",
+    "ray": "all trials of an ablation run on one cluster; give ray.KEY=VALUE",
 }
-"""Configuration keys that no axis may vary, and the advice for each."""
+"""Configuration keys and sections that no axis may vary, and the advice for each."""
 
 
 @dataclass
@@ -163,11 +164,12 @@ def check_ablation(config: AblationConfig) -> None:
             raise ValueError(f"ablation.axes.{name}: tables of results have a column {name!r}: give it another name")
         _check_axis(name, axis, config.search.kind)
         for key in (axis.key, *(key for s in axis.settings.values() for key in s)):
-            if (advice := NOT_AXES.get(key.lstrip("+"))) is not None:
+            if (advice := NOT_AXES.get(key.lstrip("+").partition(".")[0])) is not None:
                 raise ValueError(f"ablation.axes.{name} sets {key}: {advice}")
     for override in config.overrides:
-        if override.partition("=")[0].lstrip("+") == "seed":
-            raise ValueError(f"ablation.overrides has {override}: {NOT_AXES['seed']}")
+        key = override.partition("=")[0].lstrip("+")
+        if key in ("seed", "name"):
+            raise ValueError(f"ablation.overrides has {override}: {NOT_AXES[key]}")
     if not config.seeds or len(set(config.seeds)) != len(config.seeds):
         raise ValueError(f"ablation.seeds={list(config.seeds)}: give one or more different seeds, such as [1,2,3]")
     for figure in config.figures:

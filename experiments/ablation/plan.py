@@ -22,7 +22,7 @@ from fedloom.experiments.ablation.config import (
     load_ablation_config,
 )
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict, tell_left_out
-from fedloom.experiments.runs.overrides import GROUPS, override_text
+from fedloom.experiments.runs.overrides import GROUPS, override_text, read
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, new_ablation_id, trial_id
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.checkpoint import differences
@@ -205,7 +205,8 @@ def planned_ablation(root: Path, ablation_id: str, overrides: Sequence[str]) -> 
 
     Addresses and folders are replaced by this machine's, as for a run that is resumed (see `placed_here`).
 
-    Raises ValueError for an unknown or damaged plan, and for one that names code in the results folder.
+    Raises ValueError for an unknown or damaged plan, for one that names code in the results folder, and for an override
+    of a key that the trials vary.
     """
     ablation = find_ablation(root, ablation_id)
     check_code_places((trial.config for trial in ablation.trials), root)
@@ -215,6 +216,12 @@ def planned_ablation(root: Path, ablation_id: str, overrides: Sequence[str]) -> 
     if overrides:
         changed = _Changed(overrides)
         trials = [replace(trial, config=changed.of(trial.config)) for trial in trials]
+    varied = {text.partition("=")[0] for trial in trials for text in trial.overrides}
+    for override in overrides:
+        if (key := read(override).key) == "name":
+            raise ValueError(f"{override}: {NOT_AXES[key]}")
+        if key in varied:
+            raise ValueError(f"{override}: the trials of {ablation.ablation_id} vary {key}")
     return replace(ablation, trials=tuple(trials))
 
 
@@ -223,7 +230,7 @@ class _Changed:
 
     def __init__(self, overrides: Sequence[str]) -> None:
         self._overrides = overrides
-        self._sections = {override.partition("=")[0].partition(".")[0] for override in overrides}
+        self._sections = {read(override).key.partition(".")[0] for override in overrides}
         self._interpolated = any("${" in override for override in overrides)  # may read any other section
         self._known: dict[str, Mapping[str, Any]] = {}
 

@@ -162,7 +162,7 @@ def change_stored(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     for override in map(read, overrides):
         if override.key not in known and not override.key.startswith("ablation."):
             raise ValueError(unknown(override.key, known))
-        if not free_on_resume(override.text.partition("=")[0]):
+        if not free_on_resume(override.key):
             raise ValueError(
                 f"{override.key} cannot change on resume, it would be another run: start one with `fedloom run`, "
                 f"or change only {', '.join(FREE_ON_RESUME)}"

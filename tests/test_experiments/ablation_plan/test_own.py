@@ -115,7 +115,7 @@ def test_a_stored_plan_may_change_where_it_runs_and_nothing_else(plan: Plan, tmp
     ablation = plan(LR)
     write_ablation(tmp_path, ablation)
     assert planned_ablation(tmp_path, ablation.ablation_id, []) == ablation
-    changed = planned_ablation(tmp_path, ablation.ablation_id[:8], ["executor.actors=1", "ray.num_cpus=2"])
+    changed = planned_ablation(tmp_path, ablation.ablation_id[:8], ["executor.actors=1", "+ray.num_cpus=2"])
     for before, after in zip(ablation.trials, changed.trials, strict=True):
         assert (after.config["executor"]["actors"], after.config["ray"]["num_cpus"]) == (1, 2)
         back = {
@@ -127,3 +127,12 @@ def test_a_stored_plan_may_change_where_it_runs_and_nothing_else(plan: Plan, tmp
     for override in ("method.train.lr=1", "ablation.seeds=[1]", "seed=2", "results=x"):
         with pytest.raises(ValueError, match="cannot change on resume"):
             planned_ablation(tmp_path, ablation.ablation_id, [override])
+    with pytest.raises(ValueError, match=r"^name=x: the trials of an ablation are named by their ids; use tags="):
+        planned_ablation(tmp_path, ablation.ablation_id, ["name=x"])
+
+
+def test_what_the_trials_vary_stays_on_resume(plan: Plan, tmp_path: Path) -> None:
+    ablation = plan("axes: {actors: {key: executor.actors, values: [1, 2]}}\nseeds: [1]\n")
+    write_ablation(tmp_path, ablation)
+    with pytest.raises(ValueError, match=r"^executor.actors=1: the trials of .* vary executor.actors$"):
+        planned_ablation(tmp_path, ablation.ablation_id, ["executor.actors=1"])

@@ -43,6 +43,12 @@ REFUSED = {
     ),
     "varied and forced": (LR, ["++method.train.lr=3"], "++method.train.lr=3: the ablation varies method.train.lr"),
     "seed": (LR, ["seed=3"], "seed=3: an ablation has several seeds; give ablation.seeds=[1,2]"),
+    "cluster": (
+        LR.replace("method.train.lr, values: [0.1, 0.2]", "ray.num_cpus, values: [1, 2]"),
+        [],
+        "ablation.axes.lr sets ray.num_cpus: all trials of an ablation run on one cluster; give ray.KEY=VALUE",
+    ),
+    "name in the file": (LR + "overrides: [name=x]", [], "ablation.overrides has name=x: the trials of an ablation"),
     "forced seed": (LR, ["++seed=3"], "++seed=3: an ablation has several seeds"),
     "unknown experiment": (LR, ["experiment=fedoras_digit"], "experiment=fedoras_digit: no such preset"),
     "method of another preset": (
