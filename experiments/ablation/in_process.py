@@ -11,6 +11,7 @@ from fedloom.experiments.ablation.running import (
     ResultsPlace,
     RunningAblation,
     TrialEvents,
+    end_search,
     wait_for_earlier_processes,
 )
 from fedloom.experiments.ablation.trial import END, MESSAGE, Job, RunThread
@@ -37,6 +38,7 @@ def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, 
         _run_trials(ablation, place, view, is_new=is_new, begin=begin)
         longer = next_batch(place.root, ablation)
         if longer is None:
+            end_search(ablation, place)
             return
         write_ablation(place.root, longer, replaces=True)
         ablation, begin, is_new = longer, len(ablation.trials), False

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fedloom.experiments.ablation.running import (
     RunningAblation,
     TrialEvents,
     check_idle,
+    end_search,
     kind_of,
     wait_for_earlier_processes,
 )
@@ -75,16 +76,20 @@ def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) 
 def _searched(ablation: Ablation, place: ResultsPlace, view: AblationView, how: Resume) -> AblationEnd:
     """Runs the further batches of a Bayesian search, until it has all of its points or is interrupted."""
     end = _end(ablation, place.root)
-    longer = next_batch(place.root, ablation) if end.kind in ("done", "failed") else None
-    if longer is None:
-        return end
-    with connected(config_from_dict(ablation.trials[0].config).ray):
-        while longer is not None:
+    with ExitStack() as cluster:
+        is_connected = False
+        while end.kind in ("done", "failed"):
+            longer = next_batch(place.root, ablation)
+            if longer is None:
+                end_search(ablation, place, take_over=how.take_over)
+                break
+            if not is_connected:
+                cluster.enter_context(connected(config_from_dict(ablation.trials[0].config).ray))
+                is_connected = True
             indices = range(len(ablation.trials), len(longer.trials))
             ablation = longer
             write_ablation(place.root, ablation, replaces=True)
             end = _again(ablation, place, view, indices, how, is_connected=True)
-            longer = next_batch(place.root, ablation) if end.kind in ("done", "failed") else None
     return end
 
 

@@ -128,14 +128,13 @@ def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
     if not ablation.search:
         return None
     known = known_points(root, ablation)
-    left = int(ablation.search["samples"]) - len(known)
-    if left <= 0 or all(point.objective is None for point in known):
+    if ablation.points_left <= 0 or all(point.objective is None for point in known):
         return None
     config = AblationConfig(
         axes={name: AxisConfig(**axis) for name, axis in ablation.search["axes"].items()},
         search=SearchConfig(**{name: value for name, value in ablation.search.items() if name != "axes"}),
     )
-    new = suggested(config.axes, config.search.seed, known, min(left, config.search.batch))
+    new = suggested(config.axes, config.search.seed, known, min(ablation.points_left, config.search.batch))
     if not new:
         logger.warning("the search ends after %d points: the axes have no others", len(known))
         return None

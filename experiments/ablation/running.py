@@ -120,11 +120,20 @@ class RunningAblation:
     Args:
         indices: the trials to run; their earlier ends are discarded.
         take_over: whether to replace a lease at the URL of the results, whoever holds it.
+        is_last: whether a Bayesian search suggests no more points than these. Until then its status says interrupted
+            between two batches, so that a search that ends there does not look as if it were done.
     """
 
     def __init__(
-        self, ablation: Ablation, place: ResultsPlace, indices: Sequence[int], *, take_over: bool = False
+        self,
+        ablation: Ablation,
+        place: ResultsPlace,
+        indices: Sequence[int],
+        *,
+        take_over: bool = False,
+        is_last: bool = False,
     ) -> None:
+        self._is_over = is_last or ablation.points_left <= 0
         self._take_over = take_over
         self.ablation, self.place, self.root = ablation, place, place.root
         self.indices = frozenset(indices)
@@ -164,7 +173,7 @@ class RunningAblation:
                 self._mark(state.trial, "stopped early" if state.state == STOPPED else INTERRUPTED)
         states = trial_states(self.root, self.ablation)
         kind = kind_of(states)
-        written: Any = "failed" if kind == "infrastructure" else kind
+        written: Any = "failed" if kind == "infrastructure" else kind if self._is_over else "interrupted"
         self._status.write(written, round=sum(s.state in FINAL for s in states), message=counted(states))
         self._send()
 
@@ -193,6 +202,13 @@ class RunningAblation:
             mirror_folder(self.place.results, f"{FOLDER}/{self.ablation.ablation_id}")
         except (OSError, ValueError, OwnershipLostError) as error:
             logger.warning("the ablation's status and the ends of its trials were not sent: %s", error)
+
+
+def end_search(ablation: Ablation, place: ResultsPlace, *, take_over: bool = False) -> None:
+    """Writes the status of a Bayesian search that has points left and suggests none."""
+    if ablation.points_left > 0:
+        with RunningAblation(ablation, place, (), take_over=take_over, is_last=True):
+            pass
 
 
 class TrialEvents:

@@ -117,6 +117,11 @@ class Ablation:
     trials: tuple[Trial, ...] = field(default_factory=tuple)
     search: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def points_left(self) -> int:
+        """The number of points that a Bayesian search has not suggested yet; 0 without one."""
+        return int(self.search["samples"]) - len(self.trials) // len(self.seeds) if self.search else 0
+
     def folder(self, root: Path) -> Path:
         """The folder of its files."""
         return root / FOLDER / self.ablation_id

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 
+from fedloom.experiments.ablation import running
 from fedloom.experiments.ablation.bayesian import Known, known_points, suggested
 from fedloom.experiments.ablation.config import AxisConfig
 from fedloom.experiments.ablation.in_process import run_in_process
 from fedloom.experiments.ablation.plan import next_batch, plan_ablation
-from fedloom.experiments.ablation.running import ResultsPlace
+from fedloom.experiments.ablation.running import ResultsPlace, RunningAblation, end_search
 from fedloom.experiments.analysis.ablation import load_ablation
 from fedloom.experiments.report.ablation import ablation_content
 from fedloom.experiments.report.history import history_picture
-from fedloom.experiments.store.ablations import Ablation, find_ablation
-from fedloom.experiments.store.trials import End, TrialState, trial_states
+from fedloom.experiments.store.ablations import Ablation, find_ablation, write_ablation
+from fedloom.experiments.store.trials import STATUS, End, TrialState, trial_states
+from fedloom.platform.results.status import read_status
 
 pytest.importorskip("optuna")
 
@@ -112,6 +114,7 @@ def test_a_stopped_search_goes_on_as_it_would_have(tmp_path: Path) -> None:
         done, tables = load_ablation(root, ablation.ablation_id)
         assert [state.state for state in trial_states(root, done)] == ["done"] * 3
         settings.append([(trial.index, dict(trial.setting), trial.overrides) for trial in done.trials])
+        assert read_status(done.folder(root) / STATUS).state == "done"
     assert settings[0] == settings[1]
     assert all(point.objective is not None for point in known_points(root, done))
     (picture,) = history_picture(done, tables)
@@ -119,6 +122,19 @@ def test_a_stopped_search_goes_on_as_it_would_have(tmp_path: Path) -> None:
     assert list(best.get_ydata()) == sorted(best.get_ydata())
     content = ablation_content(done, trial_states(root, done), tables)
     assert dict(content.runs[0].facts)["trials"] == "3 (Bayesian search of 3 points)"
+
+
+def test_a_search_that_ends_between_two_batches_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ablation, root = plan_ablation(arguments(tmp_path)), tmp_path / "results"
+    place, status = ResultsPlace(str(root), root), ablation.folder(root) / STATUS
+    monkeypatch.setattr(running, "trial_states", lambda _, of: [TrialState(trial, "done") for trial in of.trials])
+    write_ablation(root, ablation)
+    assert ablation.points_left == 1
+    with RunningAblation(ablation, place, ()):
+        pass
+    assert read_status(status).state == "interrupted"
+    end_search(ablation, place)
+    assert read_status(status).state == "done"
 
 
 def test_a_preset_that_changes_meanwhile_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
