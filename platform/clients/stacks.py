@@ -78,10 +78,11 @@ DIVERGED = "its loss in the stack was not finite"
 def common_subnet(tasks: Sequence[Task]) -> Subnet | None:
     """The subnet that all tasks train in the same way, apart from the clients' shares; None if they differ in more.
 
-    Also None for a local rule with extra passes, which need a module for each client.
+    Also None for a local rule with extra passes, which need a module for each client, and for a task or a subnet of a
+    derived class that trains in its own way, which a stack would not do.
     """
     first = tasks[0] if tasks else None
-    if not isinstance(first, Train) or not isinstance(first.network, Subnet):
+    if not isinstance(first, Train) or type(first).run is not Train.run or type(first.network) is not Subnet:
         return None
     if local_rule(first.local.rule).extra_passes:
         return None

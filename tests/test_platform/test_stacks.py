@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.clients import stacks
-from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.assignments import Assignment, ClientResult
 from fedloom.platform.clients.execution import SerialExecutor, SharedWeights, make_chunks
 from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient
+from fedloom.platform.clients.networks import Network, Subnet
 from fedloom.platform.clients.stacks import layers_stack, stacked_correction
+from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.artefact import IntArray
@@ -301,6 +303,36 @@ def test_a_dropped_client_takes_no_part(round_of: Any) -> None:
     alone, together_ = round_of("groups", "off", change=drop), round_of("groups", "6", change=drop)
     assert (together_.stacked, together_.result.client_results[1].status) == (5, "dropped")
     assert_close(alone, together_)
+
+
+@dataclass(frozen=True)
+class Lazy(Train):
+    """A client that trains in a way of its own: not at all."""
+
+    def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
+        return ClientResult()
+
+
+@dataclass(frozen=True)
+class Shallow(Subnet):
+    """A network that is made in a way of its own: it has no MACs."""
+
+    def on(self, worker: Worker, assignment: Assignment | None = None) -> Network:
+        return replace(super().on(worker, assignment), macs=0.0)
+
+
+@pytest.mark.parametrize("kind", ["task", "network"])
+def test_a_derived_task_or_network_with_a_way_of_its_own_is_not_stacked(round_of: Any, kind: str) -> None:
+    def derive(assignments: list[Assignment]) -> None:
+        train = cast(Train, assignments[0].task)
+        subnet = cast(Subnet, train.network)
+        shallow = Train(Shallow(subnet.architecture, subnet.stand_alone), train.local)
+        task = Lazy(subnet, train.local) if kind == "task" else shallow
+        assignments[:] = [replace(a, task=task) for a in assignments]
+
+    done = round_of("groups", "6", change=derive)
+    assert done.stacked == 0
+    assert {r.macs for r in done.result.client_results} == {0.0}
 
 
 def picky(client: LocalClient) -> None:
