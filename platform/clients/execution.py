@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
-from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult, TaskError, own_copy
 from fedloom.platform.clients.device import check_device, gpu_of, is_out_of_memory, peak_memory_bytes, reset_peak_memory
 from fedloom.platform.clients.networks import Subnet
@@ -29,7 +29,7 @@ from fedloom.platform.clients.stacks import Stacked, StackedTask, train_in_stack
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.on_device import moved
-from fedloom.platform.plugins import PluginError, ends_process, place_in_own, raised_by_own
+from fedloom.platform.plugins import PluginError, ends_process, nearest, place_in_own, raised_by_own
 from fedloom.platform.spaces.slices import Weights, architecture_id, bytes_of, first_not_finite
 from fedloom.tiers.devices import EVALUATION_FACTOR, client_time_s, done_by
 
@@ -289,6 +289,8 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
         broken = first_not_finite(result.update.tensors)
         if broken is not None:
             raise TaskError(f"the update is not finite (first in {broken}): it was left out of the average")
+        if assignment.client_id is not None:  # the server's own work may make tensors that clients do not share
+            check_belongs(result.update, weights.tensors)
         sums.add(result.update)
     peak = peak_memory_bytes(worker.device) if result.peak_memory_bytes is None else result.peak_memory_bytes
     done = replace(
@@ -309,6 +311,25 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     # An update that arrives after the deadline is ignored, and so are scores and state.
     error = f"simulated time {simulated_s:.6g} s is over the deadline of {assignment.deadline_s} s"
     return replace(done, status="timed_out", error=error, bytes_up=0, measurements=())
+
+
+def check_belongs(update: Update, shared: Weights) -> None:
+    """Raises TaskError for a tensor of a client's update that is not one of the shared tensors, or not of its shape."""
+    for name, tensor in update.tensors.items():
+        piece = update.slices.get(name)
+        if piece is None:
+            raise TaskError(f"the update has no slice for {name}: give it one, Slice({name!r}) for a whole tensor")
+        if piece.source not in shared:
+            raise TaskError(
+                f"the update's {name} is for {piece.source!r}, and the stage's initial weights have no such tensor"
+                f"{nearest(piece.source, [*shared])}"
+            )
+        expected = tuple(piece.of(shared[piece.source]).shape)
+        if tuple(tensor.shape) != expected:
+            raise TaskError(
+                f"the update's {name} has the shape {tuple(tensor.shape)}, and its slice of {piece.source} the shape "
+                f"{expected}: give new values of that shape"
+            )
 
 
 def _gone_off(assignment: Assignment, done: ClientResult) -> ClientResult:

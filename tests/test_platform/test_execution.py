@@ -106,6 +106,33 @@ def refuse() -> ClientResult:
     raise TaskError("too tired")
 
 
+SHAPE = "the update's w has the shape (1,), and its slice of w the shape (2,): give new values of that shape"
+ELSEWHERE = {
+    "another shape": (Update({"w": torch.ones(1)}, {"w": Slice("w")}, {"w": 1.0}), SHAPE),
+    "another region": (
+        Update({"w": torch.ones(2)}, {"w": Slice("w", ((1, 2),))}, {"w": 1.0}),
+        "the update's w has the shape (2,), and its slice of w the shape (1,): give new values of that shape",
+    ),
+    "another tensor": (
+        Update({"v": torch.ones(2)}, {"v": Slice("v")}, {"v": 1.0}),
+        "the update's v is for 'v', and the stage's initial weights have no such tensor",
+    ),
+    "no slice": (
+        Update({"w": torch.ones(2)}, {}, {"w": 1.0}),
+        "the update has no slice for w: give it one, Slice('w') for a whole tensor",
+    ),
+}
+"""Updates that do not belong to the shared tensors, and why."""
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_an_update_that_does_not_belong_to_the_shared_tensors_fails_its_client(case: str) -> None:
+    update, why = ELSEWHERE[case]
+    sums = WeightedSums()
+    report = run_assignment(fake_worker(), planned(lambda: ClientResult(update=update)), SHARED, sums)
+    assert (report.status, report.error, sums.updates) == ("failed", why, 0)
+
+
 def planned(*behaviours: Callable[[], ClientResult], client_id: int | None = 7, **changes: object) -> Assignment:
     return Assignment("train", 3, client_id, "tier2", Fake(list(behaviours)), PHONE, **changes)  # type: ignore[arg-type]
 
@@ -201,7 +228,8 @@ def test_an_update_that_is_not_finite_is_a_failed_row_and_not_in_the_sums(poison
 def test_an_update_with_an_impossible_weight_is_a_failed_row_and_not_in_the_sums() -> None:
     both = {"a": torch.ones(1), "w": torch.ones(2)}
     update = Update(both, {name: Slice(name) for name in both}, {"a": 1.0, "w": -1.0})
-    report = run_assignment(fake_worker(), planned(lambda: ClientResult(update=update)), SHARED, sums := WeightedSums())
+    shared, sums = SharedWeights(both, "w@0"), WeightedSums()
+    report = run_assignment(fake_worker(), planned(lambda: ClientResult(update=update)), shared, sums)
     assert report.status == "failed"
     assert "the weight of w is -1.0" in report.error
     assert sums.tensors == {}
