@@ -14,7 +14,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib.machinery import SourceFileLoader
@@ -114,14 +114,14 @@ class Names:
     @property
     def values(self) -> dict[str, Any]:
         """The plain configuration values by dotted key; ValueError, with advice, for an object without a name."""
-        return {name: v for key, value in self._flat.items() for name, v in self.of(key, value).items()}
+        return _together(self.of(key, value) for key, value in self._flat.items())
 
     def of(self, key: str, value: Any) -> dict[str, Any]:
         """The keys and plain values that replace the value of a key, or of a group of keys."""
         if isinstance(value, Mapping) and value:
-            return {
-                n: v for inner, each in _flat(value, f"{key}." if key else "") for n, v in self.of(inner, each).items()
-            }
+            return _together(self.of(inner, each) for inner, each in _flat(value, f"{key}." if key else ""))
+        if key == "method.name":  # as in a run's configuration
+            key = "method"
         if key in _DATA and (arrays := _arrays(key, value)) is not None:
             return {"data.dataset": "npz", "data.options.path": self._stored_arrays(arrays, _kind(value))}
         if is_plain(value):
@@ -131,7 +131,8 @@ class Names:
         if isinstance(value, list | tuple):  # such as processors
             parts = [("", {}) if is_plain(each) else _code(key, each) for each in value]
             names = [name or each for (name, _), each in zip(parts, value, strict=True)]
-            return {key: names, **{f"{_options(key)}.{n}": v for _, options in parts for n, v in options.items()}}
+            options_of_parts = ({f"{_options(key)}.{n}": v for n, v in options.items()} for _, options in parts)
+            return _together([{key: names}, *options_of_parts])
         name, options = _code(key, value)
         if key in _SPACE and (key == "space.build" or (inspect.isclass(value) and issubclass(value, nn.Module))):
             return {**self._of_module_space(name), **{f"space.options.{n}": v for n, v in options.items()}}
@@ -195,6 +196,18 @@ class Names:
             temporary.unlink(missing_ok=True)
 
 
+def _together(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """All keys with their values; ValueError for an option to which two passed objects give different values."""
+    values: dict[str, Any] = {}
+    for key, value in (item for part in parts for item in part.items()):
+        if repr(values.setdefault(key, value)) != repr(value):
+            raise ValueError(
+                f"{key}: {shown(values[key], repr)} and {shown(value, repr)} are given for it: all that takes options "
+                "there shares them by name; give one value, or rename an option of your own"
+            )
+    return values
+
+
 def _kind(value: Any) -> str:
     return type(value[0] if isinstance(value, list | tuple) else value).__name__.lower()
 
@@ -226,7 +239,9 @@ def _code(key: str, value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def called(code: Any) -> str:
-    """The name of a function or class."""
+    """The name of a function or class, of a partial one with the options that it sets."""
+    if isinstance(code, functools.partial):
+        return " ".join([called(code.func), *(f"{name}={value}" for name, value in code.keywords.items())])
     return str(getattr(code, "__qualname__", type(code).__name__))
 
 

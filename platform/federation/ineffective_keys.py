@@ -1,4 +1,7 @@
-"""Finds configuration keys that were changed but have no effect given a run's other keys; logged at its start."""
+"""Finds configuration keys that do less or more than they seem to; logged at a run's start.
+
+Some were changed but have no effect given the others; some options are taken by several rules of a stage.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -16,7 +19,7 @@ from fedloom.platform.federation.config import (
     TiersConfig,
 )
 from fedloom.platform.federation.selection import SELECTION_RULES
-from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, named_rules
 from fedloom.platform.plugins import is_import_path
 from fedloom.platform.words import shown
 
@@ -120,6 +123,19 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
     for field in fields(config):
         if is_dataclass(getattr(config, field.name)):
             yield from keys_without_effect(getattr(config, field.name), f"{key}{field.name}.")
+
+
+def options_of_several(config: Any, key: str = "") -> Iterator[str]:
+    """One line for every given option that several rules of a stage take; `key` is as in `keys_without_effect`."""
+    if isinstance(config, TrainingConfig):
+        chosen = dict.fromkeys(named_rules(config).values())
+        for option, value in config.options.items():
+            takers = [f"{registry.kind} {name}" for registry, name in chosen if option in registry.options_of(name)]
+            if len(takers) > 1:
+                yield f"{key}options.{option}={shown(value)} is an option of {' and of '.join(takers)}: each takes it"
+    for field in fields(config):
+        if is_dataclass(getattr(config, field.name)):
+            yield from options_of_several(getattr(config, field.name), f"{key}{field.name}.")
 
 
 def _unstopped(config: RunConfig) -> Iterator[str]:

@@ -162,7 +162,7 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     `key` is the configuration key of the stage; `more` are further choices, which share the stage's options.
     Raises ValueError for a rule that does not exist or fails, and for invalid options.
     """
-    named = _named(config) | dict(more or {})
+    named = named_rules(config) | dict(more or {})
     _check_names(named, key)
     specs = dict(zip(named, component_specs([*named.values()], config.options, f"{key}.options"), strict=True))
     selection, local, weighting, server, aggregator, optimizer = (specs.pop(name) for name in REGISTRIES)
@@ -176,7 +176,8 @@ def rules_of(config: TrainingConfig, key: str, more: Named | None = None) -> Rul
     return rules
 
 
-def _named(config: TrainingConfig) -> dict[str, tuple[Registry[Any], str]]:
+def named_rules(config: TrainingConfig) -> dict[str, tuple[Registry[Any], str]]:
+    """The registries and the names chosen from them, by the stage's configuration keys."""
     named = {name: (slot, getattr(config, name)) for name, slot in REGISTRIES.items()}
     named |= {_processor_key(index): (PROCESSORS, name) for index, name in enumerate(config.processors)}
     if config.asynchronous is not None:
@@ -270,7 +271,7 @@ def check_rule_names(config: object, key: str) -> None:
     It is called before data is prepared, which may take minutes; a user's own rules are looked up later.
     """
     if isinstance(config, TrainingConfig):
-        _check_names({name: pair for name, pair in _named(config).items() if not is_import_path(pair[1])}, key)
+        _check_names({name: pair for name, pair in named_rules(config).items() if not is_import_path(pair[1])}, key)
     for field_ in fields(config) if is_dataclass(config) else ():
         check_rule_names(getattr(config, field_.name), f"{key}.{field_.name}")
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import fedloom as fl
-from fedloom.experiments.passed import check_current, names_in
+from fedloom.experiments.passed import called, check_current, names_in
 from fedloom.platform.data.arrays import Arrays, read_npz
 from fedloom.platform.runs.source_code import sources_of
 from fedloom.platform.spaces.as_is import STRUCTURE, packed, stored
@@ -133,6 +133,26 @@ def test_code_is_called_by_its_import_path(own: Any, tmp_path: Path) -> None:
     assert names(tmp_path, space={"name": own.Net}) == names(tmp_path, space={"build": own.Net}) == module
     lora = {"space.name": "lora", "space.build": "my_own:prox"}
     assert names(tmp_path, space={"name": "lora", "build": own.prox}) == lora
+
+
+def test_objects_that_set_an_option_to_different_values_are_refused(own: Any, tmp_path: Path) -> None:
+    one, other = functools.partial(own.prox, mu=0.5), functools.partial(own.prox, mu=2.0)
+    assert (called(one), called(other)) == ("prox mu=0.5", "prox mu=2.0"), "as an ablation labels them"
+    equal = names(tmp_path, method={"train": {"local_rule": one, "selection": one}})
+    assert equal["method.train.options.mu"] == 0.5
+    shared: list[dict[str, Any]] = [
+        {"local_rule": one, "selection": other},
+        {"processors": [one, other]},
+        {"local_rule": one, "options": {"mu": 2.0}},
+    ]
+    for rules in shared:
+        with pytest.raises(ValueError, match=r"^method.train.options.mu: 0.5 and 2.0 are given for it: all that takes"):
+            names(tmp_path, method={"train": rules})
+
+
+def test_a_method_with_its_keys_is_one_dictionary_as_in_the_configuration_of_a_run(own: Any, tmp_path: Path) -> None:
+    method = {"name": own.STEADY, "train": {"rounds": 3}}
+    assert names(tmp_path, method=method) == {"method": "my_own:STEADY", "method.train.rounds": 3}
 
 
 def test_an_object_is_its_class_and_its_options_or_refused(own: Any, tmp_path: Path) -> None:
