@@ -231,6 +231,19 @@ def blaming_own(*spare: type[Exception]) -> Iterator[None]:
         raise PluginError(f"code of your own fails: {in_one_line(error)}") from error
 
 
+def check_keys(values: Any, where: str) -> None:
+    """Raises ValueError for a key of nested mappings that is no text: JSON would give it back as one.
+
+    `where` names the values. Mappings within lists are not checked.
+    """
+    if not isinstance(values, Mapping):
+        return
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{where} has the key {key!r:.60}: give a text, such as {str(key)!r:.60}")
+        check_keys(value, f"{where}[{key!r:.60}]")
+
+
 def in_one_line(error: BaseException) -> str:
     """An error's type, message and line of the user's code, in one line."""
     text = said(error)

@@ -15,6 +15,7 @@ from typing import Any
 
 from fedloom.platform.federation.algorithm import KeptModel, Row, RunState
 from fedloom.platform.federation.event_files import Events, NoEvents
+from fedloom.platform.plugins import check_keys
 from fedloom.platform.results.checkpoint import Saved, save_checkpoint, save_model
 from fedloom.platform.results.files import from_json
 from fedloom.platform.results.paths import STATE_FILE
@@ -143,7 +144,11 @@ def save_state(
     run_id: str,
     previous: Saved | None = None,
 ) -> Saved:
-    """Saves a state as the checkpoint of a run in the folder, with its configuration and the position in its tables."""
+    """Saves a state as the checkpoint of a run in the folder, with its configuration and the position in its tables.
+
+    Raises ValueError for JSON values whose keys are no texts: after a resume they would be.
+    """
+    check_keys(state.data, "state.data")
     data = {
         "run_id": run_id,
         "stage": state.stage,

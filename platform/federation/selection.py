@@ -6,6 +6,7 @@ earlier participants.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,7 +18,7 @@ import numpy as np
 from fedloom.platform.averaging.processors import with_share
 from fedloom.platform.clients.assignments import SERVER, Assignment
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, declares
+from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped, blaming, check_keys, declares
 from fedloom.platform.seeding import stream
 from fedloom.tiers.devices import DEFAULT_PROFILE, DeviceProfile, fair_rates, jittered
 
@@ -120,8 +121,8 @@ class Cohort:
         probability: of each client's selection; NaN (null in the tables) if unknown: with limited availability it
             depends on which other clients are available, and not every registered client is checked.
         reason, reasons: why clients were selected, for the table `clients`; `reasons` overrides `reason` by client id.
-        memory: JSON values that the rule receives in the next round's `Choice.memory`; they are part of the checkpoint.
-            Values that are not returned again are forgotten.
+        memory: JSON values, with texts as keys, that the rule receives in the next round's `Choice.memory`; they are
+            part of the checkpoint. Values that are not returned again are forgotten.
         epochs: by client id, the number of passes over its data if it differs from `method.train.epochs`.
         sends: by client id, the share (above 0, at most 1) of its parameters' changes that it sends: the largest ones.
             Like `epochs` it is for clients with the task `Train`; other tasks raise ValueError.
@@ -343,7 +344,12 @@ def select(choice: Choice, rule: ComponentSpec) -> Cohort:
     for client, position in zip(client_ids, positions.tolist(), strict=True):
         if position >= len(choice.eligible) or choice.eligible[position] != client:
             raise PluginError(f"{blame} gives client {client}, which is not eligible in this round")
-    return replace(cohort, client_ids=client_ids, reason=cohort.reason or name)
+    try:
+        check_keys(cohort.memory, "memory")
+        memory = json.loads(json.dumps(cohort.memory))  # as the rule would get it after a resume
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{blame} gives a memory that JSON cannot hold: {error}") from error
+    return replace(cohort, client_ids=client_ids, reason=cohort.reason or name, memory=memory)
 
 
 def check_selection(rule: ComponentSpec, size: int | None) -> None:
@@ -353,11 +359,12 @@ def check_selection(rule: ComponentSpec, size: int | None) -> None:
     """
     known = ClientRecord(1, 1, 0, 1.0, 1.0, 10, 1.0)
     wanted, eligible = size or FEW, np.arange(FEW if size is None else 2 * size)
-    chosen = 0
+    chosen, memory = 0, dict[str, Any]()
     for history in ({}, {0: known}):
         rng = np.random.default_rng(0)
-        choice = Choice(len(history), wanted, eligible, rng, True, lambda _: True, history, lambda _: 10)
-        chosen += len(select(choice, rule).client_ids)
+        choice = Choice(len(history), wanted, eligible, rng, True, lambda _: True, history, lambda _: 10, memory)
+        cohort = select(choice, rule)
+        chosen, memory = chosen + len(cohort.client_ids), dict(cohort.memory)
     if not chosen:
         raise PluginError(f"selection rule {rule.name!r} gives no client, though all are available: give some")
 

@@ -356,3 +356,16 @@ def test_checkpoints_are_written_every_so_many_rounds(setting: Setting, monkeypa
 
 def serial(world: World) -> SerialExecutor:
     return SerialExecutor(Worker(world.spec))
+
+
+def test_a_number_as_a_key_of_the_state_s_values_is_refused_before_a_resume_reads_it_as_a_text(
+    setting: Setting,
+) -> None:
+    @dataclass
+    class Numbered(Counting):
+        def merge(self, state: RunState, plan: Plan, result: RoundResult, /) -> RoundUpdate:
+            merged = super().merge(state, plan, result)
+            return replace(merged, state=merged.state.with_data("counts", {3: 1}))
+
+    with pytest.raises(ValueError, match=r"^state.data\['counts'\] has the key 3: give a text, such as '3'$"):
+        setting.loop(Numbered()).run(RunState())

@@ -237,6 +237,21 @@ def test_a_rule_that_gives_no_cohort_is_named(own_module: ModuleType, name: str,
     assert "\n" not in str(caught.value)
 
 
+def test_a_memory_is_what_a_resumed_run_reads_from_the_start(own_module: ModuleType) -> None:
+    own_module.pairs = lambda choice: Cohort(choice.draw(2), memory={"last": (1, 2)})  # type: ignore[attr-defined]
+    about = choice(np.arange(6), 2, stream(1, "x"))
+    assert select(about, ComponentSpec("own_selection:pairs")).memory == {"last": [1, 2]}
+    counted = {7: 1}
+    own_module.counts = lambda choice: Cohort(choice.draw(2), memory={"n": counted})  # type: ignore[attr-defined]
+    own_module.sums = lambda choice: Cohort(choice.draw(2), memory={"n": np.int64(3)})  # type: ignore[attr-defined]
+    with pytest.raises(
+        PluginError, match=r"counts' gives a memory that JSON cannot hold: memory\['n'\] has the key 7: give a text"
+    ):
+        check_selection(ComponentSpec("own_selection:counts"), 2)
+    with pytest.raises(PluginError, match=r"sums' gives a memory that JSON cannot hold: Object of type int64 is not"):
+        check_selection(ComponentSpec("own_selection:sums"), 2)
+
+
 def test_a_rule_is_tried_before_anything_is_written(own_module: ModuleType) -> None:
     own_module.lazy = lambda choice: choice.history[0].loss  # type: ignore[attr-defined]
     with pytest.raises(PluginError, match="'own_selection:lazy' fails: KeyError: 0"):
