@@ -231,6 +231,13 @@ def blaming_own(*spare: type[Exception]) -> Iterator[None]:
         raise PluginError(f"code of your own fails: {in_one_line(error)}") from error
 
 
+def answered(what: str, answer: T, kind: type[T]) -> T:
+    """The value that a function, called `what` in messages, returned; PluginError if it is of another type."""
+    if not isinstance(answer, kind):
+        raise PluginError(f"{what} gives {answer!r:.60}: give {an(kind.__name__)}")
+    return answer
+
+
 def check_keys(values: Any, where: str) -> None:
     """Raises ValueError for a key of nested mappings that is no text: JSON would give it back as one.
 

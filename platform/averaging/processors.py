@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.platform.plugins import PluginError, Registry, Shipped
+from fedloom.platform.plugins import PluginError, Registry, Shipped, answered
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import SHARE
 from fedloom.platform.spaces.slices import FLOAT_BYTES
@@ -242,10 +242,7 @@ def check_after_choice(named: Sequence[tuple[str, Processor]], key: str, chooser
 def sent(processors: Processors, message: Message) -> Message:
     """The message after the client sides of all processors, in order."""
     for each in processors:
-        after: object = each.on_client(message)
-        if not isinstance(after, Message):
-            raise PluginError(f"{type(each).__name__}.on_client gives {after!r:.60}: give a {__name__}.Message")
-        message = after
+        message = answered(f"{type(each).__name__}.on_client", each.on_client(message), Message)
     return message
 
 

@@ -42,6 +42,7 @@ from fedloom.platform.federation.training_config import (
     local_sgd,
 )
 from fedloom.platform.federation.training_warnings import UNANSWERED, TrainingWarnings
+from fedloom.platform.plugins import answered
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import TensorGroup, Weights, bytes_of
 from fedloom.tiers.devices import TRAINING_FACTOR
@@ -461,7 +462,12 @@ class TrainingStage:
         client_ids = world.in_plan_order(cohort.client_ids)
         scored = self._is_due(index) or (config.evaluate_every > 0 and index == config.rounds - 1)
         local = self._local_sgd(index)
-        round_tasks = self.tasks(Round(world, self.name, index, state, client_ids, local, self.rules, scored))
+        round_ = Round(world, self.name, index, state, client_ids, local, self.rules, scored)
+        round_tasks = answered("the stage's tasks", self.tasks(round_), RoundTasks)
+        if len(round_tasks.tasks) != len(client_ids):
+            raise ValueError(
+                f"the stage's tasks are {len(round_tasks.tasks)} for {len(client_ids)} clients: give each one"
+            )
         tasks: Sequence[Task] = [as_asked(t, cohort, c) for c, t in zip(client_ids, round_tasks.tasks, strict=True)]
         context = self.processing.context(index, state.weights(self.group), state.data)
         tasks, processors = self.processing.begun(context, tasks, client_ids)
@@ -556,7 +562,8 @@ class TrainingStage:
             after = after.with_group(self.server_group, server_state)
         if plan.answers is not None:
             after = self._with_received(after, state, plan.answers)
-        after = self.with_sent(self.after(after, plan, result), state.round + 1)
+        after = answered("the stage's after", self.after(after, plan, result), RunState)
+        after = self.with_sent(after, state.round + 1)
         evaluations, judge = evaluations_of(results, self.tier), self._judged if self.may_end_early else None
         return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations, judge=judge)
 
@@ -571,7 +578,7 @@ class TrainingStage:
         self.warnings.check_trained(state.stage, state.round, state.data)
         if self.may_end_early and JUDGEMENT not in state.data:
             logger.warning("%s: stop.* had no score on validation data to judge it by", self.name)
-        state = self.final(self._with_best(state))
+        state = answered("the stage's final", self.final(self._with_best(state)), RunState)
         weights = state.weights(self.group)
         # A local rule's client state belongs to these weights, and the next stage may train others.
         older = self._older(state)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import Update, WeightedSums
@@ -31,13 +31,11 @@ from fedloom.platform.federation.forecast import Forecast, Left
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Record, Recorder
 from fedloom.platform.federation.stopping import latest_score
-from fedloom.platform.plugins import NOT_CAUGHT, an, in_one_line, place_in_own
+from fedloom.platform.plugins import NOT_CAUGHT, answered, in_one_line, place_in_own, raised_by_own
 from fedloom.platform.results.status import StatusFile
 from fedloom.tiers.devices import VirtualClock
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class RunFailedError(RuntimeError):
@@ -143,15 +141,15 @@ class Loop:
             stage = self.stages[state.stage]
             if state.round == 0:
                 with stage_work(stage.name, 0):
-                    state = answered("begin", stage.begin(state), RunState)
+                    state = answered("the stage's begin", stage.begin(state), RunState)
             while True:
                 with stage_work(stage.name, state.round):
-                    left = answered("rounds_left", stage.rounds_left(state), int)
+                    left = answered("the stage's rounds_left", stage.rounds_left(state), int)
                 if left <= 0:
                     break
                 state = self._round(stage, state, left)
             with stage_work(stage.name, None):
-                ended = answered("end", stage.end(state), RoundUpdate)
+                ended = answered("the stage's end", stage.end(state), RoundUpdate)
             self._ahead.clear()
             names, first = {"stage": stage.name, "round": state.round}, partial(self.ending, state)
             state = replace(ended.state, stage=state.stage + 1, round=0)
@@ -165,7 +163,7 @@ class Loop:
         self.status.write(stage=stage.name, round=state.round, rounds_total=state.round + left, left_s=self._left_s)
         with stage_work(stage.name, state.round):
             self._forecast.begins(state)
-            plan = checked_plan(answered("plan", stage.plan(state), Plan), state)
+            plan = checked_plan(answered("the stage's plan", stage.plan(state), Plan), state)
         result = self._execute(plan, state)
         clients = [
             r if a.ended_s is None else replace(r, start_round=a.round, staleness=a.staleness, ended_s=a.ended_s)
@@ -177,7 +175,7 @@ class Loop:
         self._check_failures(stage.name, state.round, result.client_results, client_rows, at_work)
         self._warn_of_fallback(stage.name, state.round, clients)
         with stage_work(stage.name, state.round):
-            merged = answered("merge", stage.merge(state, plan, result), RoundUpdate)
+            merged = answered("the stage's merge", stage.merge(state, plan, result), RoundUpdate)
         with_states = merged.state
         for client in clients:
             if client.state is not None:
@@ -259,7 +257,7 @@ class Loop:
         """Executes the server's further work and adds its result to the round's update."""
         result = self._after_round(stage, merged, work.plan)
         with stage_work(stage.name, merged.state.round):
-            more = answered("merge", work.merge(merged.state, result), RoundUpdate)
+            more = answered("the stage's merge", work.merge(merged.state, result), RoundUpdate)
         return replace(
             more,
             rows=[*merged.rows, *more.rows],
@@ -392,7 +390,8 @@ def stage_work(stage: str, round_: int | None) -> Iterator[None]:
         yield
     except ValueError as error:
         logger.info("the server's work failed", exc_info=True)
-        raise RunFailedError(f"{where}: {error}") from error
+        line = place_in_own(error) if raised_by_own(error) else ""
+        raise RunFailedError(f"{where}: {error}{line}") from error
     except NOT_CAUGHT:
         raise
     except BaseException as error:
@@ -400,13 +399,6 @@ def stage_work(stage: str, round_: int | None) -> Iterator[None]:
             raise
         logger.info("the user's own code failed", exc_info=True)
         raise RunFailedError(f"{where}: {in_one_line(error)}") from error
-
-
-def answered(member: str, answer: T, kind: type[T]) -> T:
-    """The value that a stage's member returned; ValueError if it is of another type."""
-    if not isinstance(answer, kind):
-        raise ValueError(f"the stage's {member} gives {answer!r:.60}: give {an(kind.__name__)}")
-    return answer
 
 
 def checked_plan(plan: Plan, state: RunState) -> Plan:

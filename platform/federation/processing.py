@@ -9,15 +9,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fedloom.platform.averaging.average import WeightedSums
+from fedloom.platform.averaging.average import Averaged, WeightedSums
 from fedloom.platform.averaging.privacy import SPENT, DifferentialPrivacy, accounting, expected_weights
-from fedloom.platform.averaging.processors import Processors, ServerContext, check_after_choice, check_order, processor
+from fedloom.platform.averaging.processors import (
+    Processor,
+    Processors,
+    ServerContext,
+    check_after_choice,
+    check_order,
+    processor,
+)
 from fedloom.platform.averaging.server import SERVER_RULES, ServerRound, ServerRule, serve
 from fedloom.platform.averaging.weighting import weighting_traits
 from fedloom.platform.clients.local_rules import local_rule, place_of, refuse_parts
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import expected_size
+from fedloom.platform.plugins import answered
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.slices import part_of
 
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
     from fedloom.platform.averaging.aggregators import Sums
     from fedloom.platform.averaging.attacks import Attack
-    from fedloom.platform.averaging.average import Averaged, Update
+    from fedloom.platform.averaging.average import Update
     from fedloom.platform.clients.assignments import ClientResult, Task
     from fedloom.platform.federation.training_config import Rules, TrainingConfig
     from fedloom.platform.federation.world import World
@@ -131,7 +139,7 @@ class Processing:
             return {c: task.network.held(self.world.space) for c, task in tasks.items() if isinstance(task, Train)}
 
         context = replace(context, held=held, cohort=tuple(tasks))
-        return tuple(each.begun(context) for each in self.processors)
+        return tuple(answered(f"{type(p).__name__}.begun", p.begun(context), Processor) for p in self.processors)
 
     def _checked(self, task: Task) -> Train:
         if not isinstance(task, Train) or task.use_validation:
@@ -171,15 +179,16 @@ class Processing:
         `singly` names tensors for which one update is enough (`WeightedSums.finish`); `tasks_of` makes the tasks of
         simulated cohorts. `sent` are the weights that clients received, if these differ from the context's.
         """
-        answered = [r.client_id for r in results if r.client_id is not None and r.status == "ok"]
+        client_ids = [r.client_id for r in results if r.client_id is not None and r.status == "ok"]
         expected_weights = partial(self._expected_weights, context.old, tasks_of)
-        context = replace(context, answered=answered, expected_weights=expected_weights)
+        context = replace(context, answered=client_ids, expected_weights=expected_weights)
         received = context.old if sent is None else sent
         if isinstance(sums, WeightedSums):
             for each in reversed(processors):
-                sums = each.on_sums(sums, replace(context, old=received))
+                after = each.on_sums(sums, replace(context, old=received))
+                sums = answered(f"{type(each).__name__}.on_sums", after, WeightedSums)
         elif processors:
-            updates: Mapping[int, Update] = dict(zip(answered, sums.kept, strict=True))
+            updates: Mapping[int, Update] = dict(zip(client_ids, sums.kept, strict=True))
             for each in reversed(processors):
                 updates = each.on_updates(updates, replace(context, old=received))
             sums = replace(sums, kept=[*updates.values()])
@@ -187,7 +196,7 @@ class Processing:
         if sent is not None:
             averaged = from_exact(averaged, sent, context.old, self.parameters)
         for each in reversed(processors):
-            averaged = each.on_mean(averaged, context)
+            averaged = answered(f"{type(each).__name__}.on_mean", each.on_mean(averaged, context), Averaged)
         return averaged
 
     def recorded(self, context: ServerContext) -> dict[str, Any]:

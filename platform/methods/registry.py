@@ -10,7 +10,16 @@ from fedloom.platform.federation.algorithm import TrainingStage
 from fedloom.platform.federation.method import Kind, Method, Own, SharedTraining, Stage
 from fedloom.platform.federation.stopping import check_stop
 from fedloom.platform.federation.world import World
-from fedloom.platform.plugins import PluginError, Shipped, an, blaming, is_import_path, resolve
+from fedloom.platform.plugins import (
+    PluginError,
+    Shipped,
+    an,
+    blaming,
+    is_import_path,
+    place_in_own,
+    raised_by_own,
+    resolve,
+)
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.settings import check_settings
 from fedloom.platform.spaces.base import SearchSpace
@@ -126,8 +135,13 @@ def build_stages(world: World) -> list[Stage]:
     if not is_import_path(config.name):
         stages = method.stages(config, world)
     else:
-        with blaming("method", config.name, spare=ValueError):
-            stages = method.stages(config, world)
+        try:
+            with blaming("method", config.name, spare=ValueError):
+                stages = method.stages(config, world)
+        except ValueError as error:
+            if isinstance(error, PluginError) or not raised_by_own(error):
+                raise
+            raise ValueError(f"{error}{place_in_own(error)}") from error
         stages = _checked_stages(stages, f"method {config.name!r}")
     of_rounds = [stage for stage in stages if isinstance(stage, TrainingStage)]
     keys, is_scored = dict.fromkeys(s.rules.key for s in of_rounds), any(s.may_end_early for s in of_rounds)

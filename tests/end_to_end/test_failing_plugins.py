@@ -269,6 +269,7 @@ def test_what_fails_at_the_server_ends_the_run_in_a_line_that_names_it(
     ("member", "body", "message"),
     [
         ("plan", "raise RuntimeError('no\\nway')", "own, round 1: RuntimeError: no way (line {line} of {file})"),
+        ("plan", "a, b = [3]", "own, round 1: not enough values to unpack (expected 2, got 1) (line {line} of {file})"),
         ("plan", "return state.nothing", "own, round 1: AttributeError: 'RunState' object has no attribute 'nothing'"),
         ("plan", "return None", "own, round 1: the stage's plan gives None: give a Plan"),
         ("plan", "return Plan([3], 'nothing')", "own, round 1: the stage's plan has 3 among its assignments: give Ass"),
@@ -292,6 +293,60 @@ def test_what_a_stage_of_ones_own_does_wrong_is_said(
     module = written(beside, "\n".join(lines))
     _, said = failed(capfd, f"method={module}:METHOD", *SMALL, *SPACE)
     assert said.startswith(message.format(line=place + 1, file=f"{module}.py")), said
+
+
+ON_FEDAVG = """from dataclasses import dataclass, replace
+from fedloom.platform.averaging.processors import Processor
+from fedloom.platform.federation.algorithm import RoundTasks
+from fedloom.platform.federation.method import Method
+from fedloom.platform.methods import fedavg
+
+@dataclass
+class Config(fedavg.FedAvgConfig):
+    name: str = "own"
+
+class Silent(Processor):
+    def {0}(self, *_given):
+        pass
+
+def stages(config, world):
+    training, *evaluation = fedavg.stages(config, world)
+    return [replace(training, {1}), *evaluation]
+
+METHOD = Method(Config, stages, kind="shared")
+"""
+FORGOTTEN = {
+    "after": ("after=lambda *_: None", "", "fedavg, round 1: the stage's after gives None: give a RunState"),
+    "tasks": ("tasks=lambda _round: []", "", "fedavg, round 1: the stage's tasks gives []: give a RoundTasks"),
+    "few tasks": ("tasks=lambda _: RoundTasks([])", "", "fedavg, round 1: the stage's tasks are 0 for 4 clients: give"),
+    "final": ("final=lambda _state: None", "", "fedavg, at its end: the stage's final gives None: give a RunState"),
+    "begun": ("", "begun", "fedavg, round 1: Silent.begun gives None: give a Processor"),
+    "sums": ("", "on_sums", "fedavg, round 1: Silent.on_sums gives None: give a WeightedSums"),
+    "mean": ("", "on_mean", "fedavg, round 1: Silent.on_mean gives None: give an Averaged"),
+}
+"""A `return` that is missing, in an argument of a training stage or a method of a processor, and what is said."""
+
+
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_a_return_that_is_missing_in_a_training_stage_is_said(
+    case: str, beside: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argument, member, message = FORGOTTEN[case]
+    module = written(beside, ON_FEDAVG.format(member or "nothing", argument))
+    processors = [f"method.train.processors=[{module}:Silent]"] if member else []
+    _, said = failed(capfd, *FEDAVG, f"method={module}:METHOD", *processors, "method.train.rounds=1")
+    assert said.startswith(message), said
+
+
+def test_a_value_error_of_the_code_that_makes_the_stages_names_its_line(
+    beside: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = written(beside, made("lambda *_: [int('x')]"))
+    assert call(f"method={module}:METHOD", *SMALL, *SPACE) == 2
+    line = made().count("\n")
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        f"fedloom: invalid literal for int() with base 10: 'x' (line {line} of {module}.py)"
+    )
 
 
 # -- whatever it raises ------------------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ class Refusing(Counting):
 
 
 def test_a_value_that_a_stage_cannot_work_with_is_a_failure_not_a_refusal(setting: Setting) -> None:
-    with pytest.raises(RunFailedError, match=r"^train, round 2: no such value$"):
+    with pytest.raises(RunFailedError, match=r"^train, round 2: no such value \(line \d+ of test_loop_failures.py\)$"):
         setting.loop(Refusing()).run(RunState())
 
 
