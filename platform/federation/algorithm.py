@@ -300,7 +300,8 @@ class TrainingStage:
         after: the method's update of the state after averaging, given the round's plan and result.
         keep: the models that are stored when the stage ends.
         macs: expected MACs of one sample's forward pass in training; by default `World.expected_macs()`.
-        parameters: the names of the group's trained tensors; by default the space's parameters.
+        parameters: the names of the group's trained tensors, which the server rule steps; by default the space's
+            parameters.
         tier: the tier whose model is trained, for rows of `evaluations`.
         data: JSON values added to the initial state.
         settled: whether scores of a round's new state may end the stage: not during a search or in early phases.
@@ -362,10 +363,18 @@ class TrainingStage:
             self.selection.cohort(0, self.selection.begun(), self.selection.starts_s(0.0))
 
     def begin(self, state: RunState) -> RunState:
-        """Adds the initial weights, the local rule's shared tensors, and an empty history."""
+        """Adds the initial weights, the local rule's shared tensors, and an empty history.
+
+        Raises ValueError for a server rule that would step none of the weights.
+        """
         weights = self.initial(state)
         if weights is None:
             return state
+        if weights and self.rules.server.name != "replace" and not any(n in self.server.parameters for n in weights):
+            raise ValueError(
+                f"{self.rules.key}.server={self.rules.server.name} steps trained tensors, and none of the stage's "
+                "tensors is named as one: give their names as `parameters` of the TrainingStage, or use server=replace"
+            )
         self.processing.begin(state.data)
         if self.config.rounds and not len(self.population):
             logger.warning(

@@ -177,12 +177,13 @@ class ClientEvaluation(OneRound):
 
     name = "evaluation"
 
-    def __init__(self, world: World, task: Callable[[RunState], Task]) -> None:
-        self.world, self.task = world, task
+    def __init__(self, world: World, task: Callable[[RunState], Task], group: str = SUPERNET) -> None:
+        """`group` is the tensor group with the weights that clients receive."""
+        self.world, self.task, self.group = world, task, group
 
     def plan(self, state: RunState) -> Plan:
         """The task for all clients, in plan order."""
-        return Plan(as_measured(self.planned(state.round, self.task(state))), SUPERNET)
+        return Plan(as_measured(self.planned(state.round, self.task(state))), self.group)
 
     def planned(self, round_: int, task: Task) -> list[Assignment]:
         """The assignments of the task to all clients, in plan order."""

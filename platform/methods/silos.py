@@ -435,7 +435,7 @@ class SiloTraining(TrainingStage):
 
     def and_evaluation(self) -> list[Stage]:
         """This stage, and the evaluation of every silo's model."""
-        return [self, ClientEvaluation(self.world, self.test)]
+        return [self, ClientEvaluation(self.world, self.test, self.group)]
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """The training stage's update, with an evaluation by all silos when one is due."""

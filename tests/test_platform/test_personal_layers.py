@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from fedloom.platform.methods.silos import (
     WEIGHTS,
     ScoreOwn,
     ScoreShared,
+    SiloTraining,
     SiloTrainingConfig,
     SubnetConfig,
     subnet_stages,
@@ -419,6 +420,21 @@ def test_rules_for_weights_are_refused_where_prototypes_are_averaged(
         f"method.train.{slot}={rule}: fedproto's server averages prototypes, weighted by the samples of their class; "
         f"use {default}"
     )
+
+
+def test_a_server_rule_that_would_step_none_of_a_stage_s_tensors_is_refused(make_config: Make) -> None:
+    stage = cast(SiloTraining, build_stages(build_world(make_config(personal("classifier", server="fedavgm"))))[0])
+    assert replace(stage, parameters=frozenset(CLASSIFIER)).begin(RunState()).round == 0
+    with pytest.raises(
+        ValueError, match=r"^method.train.server=fedavgm steps trained tensors, and none of the stage's"
+    ):
+        replace(stage, parameters=frozenset({"mine/weight"})).begin(RunState())
+
+
+def test_silos_are_scored_with_the_tensor_group_that_they_trained(make_config: Make) -> None:
+    stage = cast(SiloTraining, build_stages(build_world(make_config(personal("classifier"))))[0])
+    _, evaluation = replace(stage, group="mine").and_evaluation()
+    assert evaluation.plan(RunState()).group == "mine"
 
 
 def test_batch_norms_whose_statistics_nobody_estimates_are_refused(make_config: Make) -> None:
