@@ -16,6 +16,10 @@ IGNORED = -100
 """The target of padding in a text; loss and metrics ignore it."""
 
 
+MEASURED = ("loss", "accuracy", "perplexity")
+"""The metrics of every evaluation; `Objective.more` must not give them."""
+
+
 def logits_of(outputs: Any) -> Tensor:
     """A network's logits: its only output, or the one named `logits`; ValueError if there is neither."""
     logits = outputs.get("logits", outputs) if isinstance(outputs, Mapping) else outputs
@@ -256,6 +260,11 @@ def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outpu
         if not isinstance(more, Mapping):
             raise PluginError(f"{blame}: more gives {type(more).__name__}: give sums of metrics by their names")
         for name, value in more.items():
+            if name in MEASURED:
+                raise PluginError(
+                    f"{blame}: more gives {name}, which is measured anyway: give it another name, or override loss_sum "
+                    "or metric_sum to change what is measured"
+                )
             _checked(value, f"more, {name}", blame)
 
 
