@@ -321,7 +321,7 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
     if kind is HetLoRAConfig:
         build_stages(build_world(late))
     else:
-        assert f"{name} " in (message := refused(late)) and "so answers from older weights would not fit" in message
+        assert "the adapters after every round, so answers from older weights would not fit" in refused(late)
     if kind is FLoRAConfig:
         config = config_of(kind)
         both_ways = config_of(kind, {"processors": ["qsgd"], "options": {"direction": "both"}})
