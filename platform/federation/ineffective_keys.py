@@ -10,6 +10,7 @@ from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
 from fedloom.platform.data.config import WITH_ALPHA, DataConfig
+from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.federation.config import (
     GENERATED,
     AttackConfig,
@@ -136,6 +137,15 @@ def options_of_several(config: Any, key: str = "") -> Iterator[str]:
     for field in fields(config):
         if is_dataclass(getattr(config, field.name)):
             yield from options_of_several(getattr(config, field.name), f"{key}{field.name}.")
+
+
+def clients_without_effect(config: DataConfig, dataset: Dataset) -> Iterator[str]:
+    """A line if the data set says whose samples are whose, and the partition does not ask."""
+    if config.partition != "natural" and dataset.knows_clients("train"):
+        yield (
+            f"the clients of data set {shown(config.dataset)} have no effect with data.partition={config.partition}: "
+            "they are for natural"
+        )
 
 
 def _unstopped(config: RunConfig) -> Iterator[str]:

@@ -21,6 +21,7 @@ from fedloom.platform.data.dataset import Dataset, StoredSamples
 from fedloom.platform.data.federated import FederatedData
 from fedloom.platform.data.partition import prepare_partition
 from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.federation.ineffective_keys import clients_without_effect
 from fedloom.platform.plugins import PluginError
 
 RNG = np.random.default_rng(0)
@@ -104,6 +105,15 @@ def test_clients_may_be_named_by_a_column_of_objects(brought: Callable[..., Data
     names = np.array([f"client {label % 2}" for label in LABELS], dtype=object)
     config = brought({"train": (IMAGES, LABELS, names)}, partition="natural", num_clients=2, validation_share=0.0)
     assert opened(config).dataset.client_names == ("client 0", "client 1")
+
+
+def test_clients_that_another_partition_leaves_out_are_said(brought: Callable[..., DataConfig]) -> None:
+    config = brought({"train": (IMAGES, LABELS, LABELS % 2)}, num_clients=2)
+    dataset = opened(config).dataset
+    assert [*clients_without_effect(config, dataset)] == [
+        f"the clients of data set {config.dataset} have no effect with data.partition=lda: they are for natural"
+    ]
+    assert [*clients_without_effect(replace(config, partition="natural"), dataset)] == []
 
 
 def test_a_fifth_of_each_class_is_held_out_where_there_is_no_test_part(brought: Callable[..., DataConfig]) -> None:
