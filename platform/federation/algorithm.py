@@ -305,6 +305,8 @@ class TrainingStage:
         tier: the tier whose model is trained, for rows of `evaluations`.
         data: JSON values added to the initial state.
         settled: whether scores of a round's new state may end the stage: not during a search or in early phases.
+        shares: in asynchronous rounds, given the round and the tasks of its answers, in plan order, the shares by which
+            they are weighted against each other; empty if all are 1.
         final: maps the last state to the one that the stage leaves behind.
         countable: whether the cost of every round is known without training, for dry runs.
     """
@@ -327,6 +329,7 @@ class TrainingStage:
     tier: str | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
     settled: Callable[[RunState], bool] = lambda _state: True
+    shares: Callable[[int, Sequence[Task]], Sequence[float]] = lambda _round, _tasks: ()
     final: Callable[[RunState], RunState] = lambda state: state
     countable: bool = True
     trains = True
@@ -434,7 +437,10 @@ class TrainingStage:
             )
             if self.asynchronous.rule is not None:
                 received = {name: state.weights(name or group) for name in (None, *self._older(state))}
-                counted = self.asynchronous.counted(state.weights(self.group), received, self.server.parameters)
+                arriving = [a for a in assignments if a.ignored is None]
+                values = self.shares(index, [a.task for a in arriving])
+                shares = {(a.client_id, a.staleness): v for a, v in zip(arriving, values, strict=bool(values))}
+                counted = self.asynchronous.counted(state.weights(self.group), received, self.server.parameters, shares)
                 answers = replace(answers, counted=counted)
                 # The clients that answer began in several rounds, and the server's side has to know them all.
                 answering = {client_of(a): a.task for a in assignments}

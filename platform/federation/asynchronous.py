@@ -283,19 +283,26 @@ class Asynchronous:
             )
 
     def counted(
-        self, old: Weights, received: Mapping[str | None, Weights], parameters: Container[str]
+        self,
+        old: Weights,
+        received: Mapping[str | None, Weights],
+        parameters: Container[str],
+        shares: Mapping[tuple[int | None, int | None], float],
     ) -> Callable[[Assignment, Update], Update]:
         """Returns a function that converts an update into the one that the server averages.
 
         `old` are the server's weights, `received` those that clients received, by tensor group (None: this round's);
-        `parameters` are the names of the trained tensors.
+        `parameters` are the names of the trained tensors, `shares` the clients' shares by id and staleness (default 1).
         """
         rule = self.rule
         assert rule is not None, "clients that are not waited for send nothing"
 
         def counted(assignment: Assignment, update: Update) -> Update:
             assert assignment.staleness is not None, "it was planned here"
-            return arrived(update, rule, old, received[assignment.reads], assignment.staleness, parameters)
+            counts = arrived(update, rule, old, received[assignment.reads], assignment.staleness, parameters)
+            share = shares.get((assignment.client_id, assignment.staleness), 1.0)
+            weights = {name: share * weight for name, weight in counts.weights.items()}
+            return replace(counts, weights=weights, unheld=share * counts.unheld)
 
         return counted
 

@@ -11,13 +11,13 @@ Papers: SuperFed (MaxNet), SuperFedNAS.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Annotated, Any, Literal, cast
 
 from torch import Tensor
 
-from fedloom.platform.clients.assignments import Assignment, places_of
+from fedloom.platform.clients.assignments import Assignment, Task, places_of
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
 from fedloom.platform.clients.objectives import DistilledLoss
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -65,7 +65,7 @@ from fedloom.platform.methods.evaluation import (
     everybody,
     kept_model,
 )
-from fedloom.platform.methods.shares import SHARES_RULES, SharesConfig, Sharing, check_shares, shares_of
+from fedloom.platform.methods.shares import SHARES_RULES, Shares, SharesConfig, Sharing, check_shares, shares_of
 from fedloom.platform.methods.target_search import search_stages, targets_of
 from fedloom.platform.methods.tier_search import WINNERS, check_statistics
 from fedloom.platform.plugins import Registry
@@ -287,15 +287,16 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     def give(round_: Round) -> RoundTasks:
         client_ids, served = tuple(sorted(round_.client_ids)), round_.state.data[SERVED]
         subnets = distribute(heuristic, distribution(round_.index, client_ids, served))
-        architectures = [subnets[client_id] for client_id in round_.client_ids]
-        is_largest = tuple(architecture == space.largest for architecture in architectures)
-        sharing = Sharing(config.shares, round_.state.round, config.rounds, clients, is_largest)
-        shares = shares_of(shares_rule, sharing)
-        tasks = [
-            TrainShare(Subnet(architecture), round_.local, rules.weighting, share=share)
-            for architecture, share in zip(architectures, shares.values, strict=True)
-        ]
+        tasks = [TrainShare(Subnet(subnets[c]), round_.local, rules.weighting) for c in round_.client_ids]
+        shares = shared(round_.state.round, tasks)
+        # The clients of an asynchronous round get shares when they answer: others may have begun alone.
+        if config.asynchronous is None:
+            tasks = [replace(task, share=share) for task, share in zip(tasks, shares.values, strict=True)]
         return RoundTasks(tasks, shares.schedules)
+
+    def shared(index: int, tasks: Sequence[Task]) -> Shares:
+        is_largest = tuple(isinstance(task, Train) and task.network == Subnet(space.largest) for task in tasks)
+        return shares_of(shares_rule, Sharing(config.shares, index, config.rounds, clients, is_largest))
 
     def is_widest(index: int) -> bool:
         """Whether all subnets of a round have the full width, if clients get the whole supernet."""
@@ -329,6 +330,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         score=lambda _state: [ScoreSubnet(subnet, SUPERNET, "validation") for subnet in evaluated],
         after=after,
         settled=lambda state: slices or not is_widest(state.round),
+        shares=lambda index, tasks: shared(index, tasks).values if slices else (),
         # Any subnet can later be sliced from the stored supernet, without training.
         keep=lambda state: [kept_model(world, SUPERNET, space.largest, tensors=state.weights(SUPERNET))],
         data={SERVED: {}},

@@ -17,12 +17,13 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState, TrainingStage
-from fedloom.platform.federation.asynchronous import Begun, Flight, next_events
+from fedloom.platform.federation.asynchronous import Asynchronous, Begun, Flight, next_events
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.methods.shares import SharesConfig
 from fedloom.platform.spaces.slices import Slice
 
 Make = Callable[..., RunConfig]
@@ -268,6 +269,35 @@ def test_clients_whose_weights_are_too_old_are_told_to_stop(tiny_config: Make, r
     told = memory.table("rounds")["simulated_s"].cumsum()
     assert (stale["ended_s"] == [told[round_ - 1] for round_ in stale["round"]]).all()
     assert (stale["bytes_up"] == 0).any(), "some are told before they send"
+
+
+def test_maxnet_shares_a_round_among_those_who_answer(
+    elastic_config: Make, run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their cohorts, of which most have one client, would give each of them all of it."""
+    rounds: list[list[float]] = []
+    counted = Asynchronous.counted
+
+    def seen(self: Asynchronous, *given: Any) -> Callable[[Assignment, Update], Update]:
+        of_round = counted(self, *given)
+        rounds.append([])
+
+        def weighed(assignment: Assignment, update: Update) -> Update:
+            counts = of_round(assignment, update)
+            before, after = (each.weights["head.2.bias"] for each in (update, counts))
+            rounds[-1].append(after / before)
+            return counts
+
+        return weighed
+
+    monkeypatch.setattr(Asynchronous, "counted", seen)
+    train = {"rounds": 8, "asynchronous": "fedbuff", "arrivals": 3, "shares": SharesConfig(decay="constant")}
+    run_in_memory(elastic_config(train={**train, "evaluate_every": 0}, devices=SLOW_AND_FAST))
+    assert len(rounds) == 8
+    for shares in rounds:
+        assert sorted(shares) == pytest.approx([0.05, 0.05, 0.9]) or shares == [1, 1, 1], "none has the largest subnet"
+    assert [1, 1, 1] in rounds
+    assert any(max(shares) < 1 for shares in rounds)
 
 
 def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
