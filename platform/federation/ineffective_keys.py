@@ -95,7 +95,8 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
 def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
     """One line for every key of a configuration that differs from its default and has no effect.
 
-    `key` is the configuration's own key, with a dot at its end.
+    And one for every option that several rules of a stage take. `key` is the configuration's own key, with a dot at its
+    end.
     """
     for kind, needs in NEEDS.items():
         for need in needs if isinstance(config, kind) else ():
@@ -119,6 +120,8 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
         yield from _unstopped(config)
     if isinstance(config, TrainingConfig) and config.optimizer_state == "kept" and _is_stateless(config):
         yield f"{key}optimizer_state=kept has no effect with {key}momentum=0.0: SGD without momentum has no state"
+    if isinstance(config, TrainingConfig):
+        yield from _options_of_several(config, key)
     if isinstance(config, TrainingConfig) and config.selection == "power_of_choice":
         yield from _without_choice(config, key)
     for field in fields(config):
@@ -126,17 +129,13 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
             yield from keys_without_effect(getattr(config, field.name), f"{key}{field.name}.")
 
 
-def options_of_several(config: Any, key: str = "") -> Iterator[str]:
-    """One line for every given option that several rules of a stage take; `key` is as in `keys_without_effect`."""
-    if isinstance(config, TrainingConfig):
-        chosen = dict.fromkeys(named_rules(config).values())
-        for option, value in config.options.items():
-            takers = [f"{registry.kind} {name}" for registry, name in chosen if option in registry.options_of(name)]
-            if len(takers) > 1:
-                yield f"{key}options.{option}={shown(value)} is an option of {' and of '.join(takers)}: each takes it"
-    for field in fields(config):
-        if is_dataclass(getattr(config, field.name)):
-            yield from options_of_several(getattr(config, field.name), f"{key}{field.name}.")
+def _options_of_several(config: TrainingConfig, key: str) -> Iterator[str]:
+    """One line for every given option that several rules of the stage take."""
+    chosen = dict.fromkeys(named_rules(config).values())
+    for option, value in config.options.items():
+        takers = [f"{registry.kind} {name}" for registry, name in chosen if option in registry.options_of(name)]
+        if len(takers) > 1:
+            yield f"{key}options.{option}={shown(value)} is an option of {' and of '.join(takers)}: each takes it"
 
 
 def clients_without_effect(config: DataConfig, dataset: Dataset) -> Iterator[str]:

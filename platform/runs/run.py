@@ -18,11 +18,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig, TrackingConfig
 from fedloom.platform.federation.event_files import FOLDER as EVENTS, EventFiles, Events, NoEvents, check_event_files
-from fedloom.platform.federation.ineffective_keys import (
-    clients_without_effect,
-    keys_without_effect,
-    options_of_several,
-)
+from fedloom.platform.federation.ineffective_keys import clients_without_effect, keys_without_effect
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Recorder, restored_state, save_state
@@ -328,7 +324,7 @@ def _go(
             watcher.stages([stage.name for stage in stages])
             watcher.started(paths.run_id, "" if supernet_of == paths.run_id else supernet_of)
             unused = clients_without_effect(config.data, world.data.dataset)
-            for line in (*keys_without_effect(config), *options_of_several(config), *unused):
+            for line in (*keys_without_effect(config), *unused):
                 logger.warning("%s", line)
             executor = DryExecutor(Worker(world.spec)) if config.dry_run else make_executor(world)
             status.write(message="")

@@ -10,7 +10,7 @@ from fedloom.experiments.runs.configuration import compose_config, tell_of_attac
 from fedloom.platform.averaging.server import ServerStep
 from fedloom.platform.clients.optimizers import LocalStep
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.ineffective_keys import keys_without_effect, options_of_several
+from fedloom.platform.federation.ineffective_keys import keys_without_effect
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.runs.run import make_serial, start_run
@@ -86,11 +86,11 @@ def steps(step: LocalStep, *, rate: float = 1.0) -> None:
 def test_an_option_that_several_rules_take_is_named_with_all_of_them() -> None:
     rules = [f"method.train.server={__name__}:towards", f"method.train.optimizer={__name__}:steps"]
     overrides = ["experiment=fedavg_digits", *rules, "method.train.options.rate=0.25"]
-    assert [*options_of_several(compose_config(overrides))] == [
+    assert [*keys_without_effect(compose_config(overrides))] == [
         f"method.train.options.rate=0.25 is an option of server rule {__name__}:towards and of local optimizer "
         f"{__name__}:steps: each takes it"
     ]
-    assert [*options_of_several(compose_config([*overrides[:2], overrides[-1]]))] == []
+    assert [*keys_without_effect(compose_config([*overrides[:2], overrides[-1]]))] == []
 
 
 @pytest.mark.parametrize(
