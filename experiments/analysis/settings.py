@@ -253,11 +253,14 @@ def estimate(values: Iterable[Any]) -> Estimate | None:
     mean = math.fsum(known) / n  # independent of the order of the runs
     if n < FEWEST:
         return Estimate(mean, None, n, known)
-    variance = math.fsum((v - mean) ** 2 for v in known) / (n - 1)
+    deviations = [v - mean for v in known]
+    # Squares of the perplexities of diverged models would overflow. Powers of two scale without rounding.
+    scale = 2.0 ** math.frexp(max(map(abs, deviations)))[1]
+    variance = math.fsum((d / scale) ** 2 for d in deviations) / (n - 1)
     from scipy.special import stdtrit  # imported here, because it takes half a second and a few runs do not need it
 
     quantile = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2))
-    return Estimate(mean, quantile * math.sqrt(variance / n), n, known)
+    return Estimate(mean, quantile * scale * math.sqrt(variance / n), n, known)
 
 
 SEEDS = "seeds"

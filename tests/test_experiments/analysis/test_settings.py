@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fedloom.experiments import analysis
-from fedloom.experiments.analysis.settings import estimate_by_seed, settings_of, spread
+from fedloom.experiments.analysis.settings import estimate, estimate_by_seed, settings_of, spread
 from fedloom.platform.plugins import called
 from fedloom.platform.results.writer import RunWriter
 
@@ -90,3 +90,10 @@ def test_a_spread_over_seeds_averages_the_runs_of_a_seed_first() -> None:
     assert known is not None
     assert known.values == pytest.approx((0.3, 0.8))
     assert estimate_by_seed([None], ["s1"]) is None
+
+
+def test_diverged_perplexities_have_an_interval() -> None:
+    """The squares of these deviations are beyond the largest float; 4.3027 is Student's quantile of two degrees."""
+    known = estimate([1e300, 2e300, 3e300])
+    assert known is not None
+    assert (known.mean, known.half_width) == pytest.approx((2e300, 4.3027 * 1e300 / 3**0.5), rel=1e-4)
