@@ -345,12 +345,14 @@ def difference(values: np.ndarray, baseline: np.ndarray, *, paired: bool) -> Dif
 
     name, compared = ("paired t", len(values)) if paired else ("Welch t", len(values) + len(baseline))
     mean = float(np.mean(values) - np.mean(baseline))
+    rounding = _ROUNDING * max(float(np.abs(side).max()) for side in (values, baseline))
+    if abs(mean) < rounding:
+        mean = 0.0
     if min(len(values), len(baseline)) < FEWEST:
         return Difference("none", compared, mean)
     varying = [values - baseline] if paired else [values, baseline]
     # Rounding errors of equal differences would look like a tiny variance and give a tiny p value.
-    scale = max(float(np.abs(side).max()) for side in (values, baseline))
-    if all(float(np.ptp(side)) <= _ROUNDING * scale for side in varying):
+    if all(float(np.ptp(side)) <= rounding for side in varying):
         return Difference(name, compared, mean, mean, mean)
     result = stats.ttest_rel(values, baseline) if paired else stats.ttest_ind(values, baseline, equal_var=False)
     interval = result.confidence_interval(CONFIDENCE)

@@ -250,7 +250,8 @@ def estimate(values: Iterable[Any]) -> Estimate | None:
     n = len(known)
     if n == 0:
         return None
-    mean = math.fsum(known) / n  # independent of the order of the runs
+    # The sum is independent of the order of the runs; rounding must not move the mean of equal values.
+    mean = min(max(math.fsum(known) / n, min(known)), max(known))
     if n < FEWEST:
         return Estimate(mean, None, n, known)
     deviations = [v - mean for v in known]

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedloom.experiments.analysis.compare import difference
 from fedloom.experiments.analysis.settings import CONFIDENCE, estimate
+from fedloom.experiments.report.wording import ROUNDING
 from fedloom.experiments.reproduce.items import (
     AtLeast,
     AtMost,
@@ -326,6 +327,11 @@ def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Fi
         return Finding(spot, NOT_SHOWN, interval, FEW_SEEDS)
     if interval.low == interval.high == 0 and (least, greatest) in ((0, math.inf), (-math.inf, 0)):
         return Finding(spot, NOT_SHOWN, interval, "no difference")
+    if interval.low == interval.high:  # a value without spread that only rounding keeps off a limit is on it
+        least, greatest = (
+            interval.mean if math.isclose(interval.mean, limit, rel_tol=ROUNDING) else limit
+            for limit in (least, greatest)
+        )
     below, above = (_tail(interval, distance) for distance in (least - interval.mean, interval.mean - greatest))
     if least <= interval.low and interval.high <= greatest:
         state, reason = SHOWN, ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.experiments.report.content import Block
-from fedloom.experiments.report.wording import ABSENT
+from fedloom.experiments.report.wording import ABSENT, ROUNDING
 from fedloom.experiments.reproduce.claims import (
     Interval,
     Verdict,
@@ -234,7 +234,7 @@ def _interval_text(interval: Interval | None) -> str:
     if interval.low is None or interval.high is None:
         return f"{_text(interval.mean)} ({'one seed' if interval.seeds == 1 else 'two seeds'})"
     half = (interval.high - interval.low) / 2
-    is_equal = half <= 1e-9 * abs(interval.mean)  # costs: the same in all seeds
+    is_equal = half <= ROUNDING * abs(interval.mean)  # costs: the same in all seeds
     return _text(interval.mean) if is_equal else f"{_text(interval.mean)} ± {_text(half)}"
 
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from fedloom.experiments.analysis.settings import estimate
@@ -316,10 +315,11 @@ def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Re
         for spot, values in quantities[name].values.items():
             known = record.values[name].get(spot, {})
             pairs += [value == known[seed] for seed, value in values.items() if seed in known]
+            again = estimate(values.values())
             expected = estimate([value for seed, value in known.items() if seed not in values])
-            if expected is not None and expected.half_width is not None:
-                half = expected.half_width * math.sqrt(1 + expected.runs / len(values))
-                within.append(abs(fmean(values.values()) - expected.mean) <= half)
+            if again is not None and expected is not None and expected.half_width is not None:
+                half = expected.half_width * math.sqrt(1 + expected.runs / again.runs)
+                within.append(abs(again.mean - expected.mean) <= half)
     return Repeated(sum(pairs), len(pairs), sum(within), len(within)) if pairs or within else None
 
 

@@ -102,6 +102,20 @@ def test_what_was_counted_needs_no_seeds() -> None:
     assert judged({"greater": {"of": "a", "than": "b"}}, {"a": exact, "b": exact}).state == "not shown"
 
 
+def test_rounding_neither_shows_nor_contradicts_a_claim() -> None:
+    """The sum of three .1 is more than .3, the mean of .9, .8, .7 less that of .8, .7, .6 less than .1."""
+    a, b = seen({("s", "t"): [0.1, 0.1, 0.1]}), seen({("s", "t"): [0.3, 0.3, 0.3]})
+    assert judged({"at_most": {"of": "a", "value": 0.1}}, {"a": a}).state == "shown"
+    assert judged({"at_least": {"of": "a", "value": 0.1}}, {"a": a}).state == "shown"
+    tripled = seen({("s", "t"): [0.1 + 0.2, 0.1 + 0.2, 0.1 + 0.2]})
+    assert judged(GREATER, {"a": tripled, "b": b}).reason == "s, t; no difference"
+    pairs = {"a": seen({("s", "t"): [0.9, 0.8, 0.7]}), "b": seen({("s", "t"): [0.8, 0.7, 0.6]})}
+    assert judged({"greater": {"of": "a", "than": "b", "by": 0.1}}, pairs).state == "shown"
+    assert judged({"less": {"of": "a", "than": "b", "by": -0.1}}, pairs).state == "shown"
+    exact = seen({("s", "t"): [100 * 0.07]}, is_exact=True)
+    assert judged({"at_most": {"of": "a", "value": 7}}, {"a": exact}).state == "shown"
+
+
 def test_a_claim_has_the_worst_state_of_all_its_spots() -> None:
     a = seen({("s", "t1"): [3, 3.1, 3.2], ("s", "t2"): [1, 1.1, 1.2], ("r", "t1"): [3, 3.1, 3.2]})
     b = seen({("s", "t1"): [2, 2.1, 2.2], ("s", "t2"): [2, 2.1, 2.2], ("r", "t1"): [2, 2.1, 2.2]})

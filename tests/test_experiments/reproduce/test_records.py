@@ -7,10 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.experiments.reproduce.items import ITEMS, Item, Read, all_items, load_given
+from fedloom.experiments.reproduce.items import ITEMS, Item, Quantity, Read, all_items, load_given
+from fedloom.experiments.reproduce.measure import Measured
 from fedloom.experiments.reproduce.outcome import outcome_of
 from fedloom.experiments.reproduce.plan import Asked
-from fedloom.experiments.reproduce.records import computed, read_record, record_file, record_of, recorded_scale
+from fedloom.experiments.reproduce.records import (
+    Record,
+    Repeated,
+    computed,
+    read_record,
+    record_file,
+    record_of,
+    recorded_scale,
+    repeated,
+)
 from fedloom.platform.runs.run_files import processor
 
 RECORDS = sorted(ITEMS.glob("*/recorded/*.json"))
@@ -48,6 +58,16 @@ def test_a_record_is_of_what_the_item_runs_now(
     assert {setting for (setting, _), _ in spots} <= {*scale.settings}
     assert all({*seeds} <= {*scale.seeds} for _, seeds in spots)
     assert 0 < len({(setting, seed) for (setting, _), seeds in spots for seed in seeds}) <= found.runs[0]
+
+
+def test_further_seeds_with_the_values_of_the_record_are_as_it_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of four .1 is .1, that of three is .1 only without rounding errors."""
+    of_record = Record((), (4, 4), "", "", "", 0.0, {"q": {("s", ""): dict.fromkeys((1, 2, 3, 4), 0.1)}})
+    monkeypatch.setattr("fedloom.experiments.reproduce.records.record_of", lambda _item, _asked: of_record)
+    quantity = Quantity(read={"from": "models", "value": "accuracy"})
+    item = Item("x/tab1", "", "", "", ("x/tab1",), {}, {"q": quantity}, ())
+    again = {"q": Measured({("s", ""): dict.fromkeys((5, 6, 7), 0.1)})}
+    assert repeated(item, Asked("small"), again) == Repeated(equal=0, values=0, within=1, spots=1)
 
 
 @pytest.mark.slow
