@@ -29,7 +29,7 @@ from fedloom.experiments.reproduce.items import (
     Monotone,
     Spot,
 )
-from fedloom.experiments.reproduce.measure import Measured, at, combined, paired
+from fedloom.experiments.reproduce.measure import NOTHING, Measured, at, combined, paired
 
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_RUN = "shown", "not shown", "contradicted", "not run"
 NOT_REACHED = "regime not reached"
@@ -262,9 +262,9 @@ def _findings(check: Check, measured: Mapping[str, Measured], item: Item, settin
     if isinstance(check, Monotone):
         yield from _monotone(check, quantity, settings)
         return
-    for spot in _spots(check, quantity, settings):
+    other = at(measured, check.other) if isinstance(check, Comparison) else NOTHING
+    for spot in _spots(check, quantity, other, settings):
         if isinstance(check, Comparison):
-            other = at(measured, check.other)
             pairs = [*paired(quantity, other, spot).values()]
             interval = _of_pairs(pairs, quantity.is_exact and other.is_exact)
         else:
@@ -301,11 +301,16 @@ def _bounds(check: Check, published: float | None) -> tuple[float, float] | None
     raise AssertionError(f"{check} has no bounds")
 
 
-def _spots(check: Check, quantity: Measured, settings: Sequence[str]) -> list[Spot]:
-    """The spots of a check: all places with values in each of its settings; a setting without values is one spot."""
+def _spots(check: Check, quantity: Measured, other: Measured, settings: Sequence[str]) -> list[Spot]:
+    """The spots of a check: all places with values in each of its settings; a setting without values is one spot.
+
+    Places at which only the `other` operand has values are among them, so that a < b says what b > a says.
+    """
     spots: list[Spot] = []
     for setting in _settings(check, quantity, settings):
         places = [place for of_setting, place in quantity.values if of_setting == setting]
+        if any(places):
+            places += [place for of_setting, place in other.values if place and of_setting in (setting, "")]
         if check.operand.place is None:
             places = [*check.places] or places
         spots += [(setting, place) for place in dict.fromkeys(places)] or [(setting, "")]

@@ -136,6 +136,16 @@ def test_a_part_that_was_not_run_keeps_a_claim_from_being_shown() -> None:
     assert judged({"greater": {"of": "b", "than": "a"}}, {"a": a, "b": b}, ("s", "later")).state == "contradicted"
 
 
+def test_a_place_that_only_one_side_has_is_a_gap_on_either_side() -> None:
+    a = seen({("s", "t1"): [3, 3.1, 3.2]})
+    b = seen({("s", "t1"): [2, 2.1, 2.2], ("s", "t2"): [5, 5.1, 5.2]})
+    for check in (GREATER, {"less": {"of": "b", "than": "a"}}):
+        found = judged(check, {"a": a, "b": b})
+        assert (found.state, found.reason) == ("not shown", "1 of 2: s, t2; not measured")
+    single = seen({("s", ""): [1, 1.1, 1.2]})
+    assert judged(GREATER, {"a": a, "b": single}).state == "shown"
+
+
 def test_settings_and_places_are_compared_by_naming_them() -> None:
     a = seen({("max", "big"): [3, 3.1, 3.2], ("max", "small"): [2, 2.1, 2.2], ("over", "big"): [1, 1.1, 1.2],
               ("over", "small"): [1, 1.1, 1.2]})  # fmt: skip
@@ -155,7 +165,8 @@ def test_monotone_takes_every_step() -> None:
     assert judged({"monotone": {**rising, "order": ["x", "z", "y"]}}, {"a": a}).state == "contradicted"
     assert judged({"monotone": {**rising, "order": ["x", "w"]}}, {"a": a}).state == "not run"
     turned = seen({(place, "s"): values for (_, place), values in a.values.items()})
-    assert judged({"monotone": {**rising, "along": "settings"}}, {"a": turned}, ("x", "y", "z")).state == "shown"
+    along = {"monotone": {**rising, "along": "settings"}}
+    assert judged(along, {"a": turned}, ("x", "y", "z")).state == "shown"
 
 
 def test_a_band_around_each_published_number() -> None:
