@@ -363,7 +363,7 @@ def _monotone(check: Monotone, quantity: Measured, settings: Sequence[str]) -> I
     """Tests each step of the order as a paired difference: over settings at a place, or over places in a setting."""
     by_settings = check.along == "settings"
     if by_settings:
-        others = [*check.places] or [place for _, place in quantity.values]
+        others = [*check.places] or [place for setting, place in quantity.values if setting in check.order]
     else:
         others = _settings(check, quantity, settings)
     for other in dict.fromkeys(others) or [""]:

@@ -167,6 +167,8 @@ def test_monotone_takes_every_step() -> None:
     turned = seen({(place, "s"): values for (_, place), values in a.values.items()})
     along = {"monotone": {**rising, "along": "settings"}}
     assert judged(along, {"a": turned}, ("x", "y", "z")).state == "shown"
+    beside = seen({**turned.values, ("aside", "r"): [1, 1.1, 1.2]})  # a place of a setting that is not in the order
+    assert judged(along, {"a": beside}, ("x", "y", "z", "aside")).state == "shown"
 
 
 def test_a_band_around_each_published_number() -> None:
