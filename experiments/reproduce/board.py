@@ -34,9 +34,8 @@ class Entry:
 
     def verdicts(self) -> list[tuple[Verdict | None, Verdict | None]]:
         """Each claim's verdicts at the paper scale and at the small scale; None where the claim is not made."""
-        by_scale = {scale: {v.claim.text: v for v in o.verdicts} for scale, o in self.outcomes.items()}
-        texts = [claim.text for claim in self.item.claims]
-        return [(by_scale.get(PAPER, {}).get(text), by_scale.get(SMALL, {}).get(text)) for text in texts]
+        by_scale = {scale: {v.claim: v for v in outcome.verdicts} for scale, outcome in self.outcomes.items()}
+        return [(by_scale.get(PAPER, {}).get(c), by_scale.get(SMALL, {}).get(c)) for c in self.item.claims]
 
 
 def entries(

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from fedloom.experiments.report.content import Block
+from fedloom.experiments.reproduce.board import Entry, claims_block
 from fedloom.experiments.reproduce.claims import Verdict, in_the_paper, verdict, verdicts
 from fedloom.experiments.reproduce.items import Claim, Combined, Item, Quantity, Scale, Spot
 from fedloom.experiments.reproduce.measure import Measured, combined
+from fedloom.experiments.reproduce.outcome import Outcome
 
 SEEDS = (1, 2, 3)
 
@@ -259,6 +262,21 @@ def test_a_seed_without_a_finite_value_is_a_gap_and_not_dropped() -> None:
     assert verdict(of_claim, {"a": a, "b": b}, item(), ("s",), (1, 2, 3)).state == "shown"
     found = verdict(of_claim, {"a": a, "b": b}, item(), ("s",), (1, 2, 3, 4))
     assert (found.state, found.reason) == ("not shown", "s, t; 3 of 4 seeds have a value")
+
+
+def board_of(item: Item, measured: Mapping[str, Mapping[str, Measured]]) -> Block:
+    """The claims of an item at the scales at which it was measured."""
+    outcomes = {
+        scale: Outcome(item, scale, True, (), tuple(verdicts(item, scale, values, ("s",), SEEDS)[1]))
+        for scale, values in measured.items()
+    }
+    return claims_block([Entry(item, outcomes)], "x")
+
+
+def test_claims_of_one_text_have_their_own_states_on_the_board() -> None:
+    bounds = ({"at_least": {"of": "a", "value": 0.8}}, {"at_least": {"of": "a", "value": 0.99}})
+    block = board_of(item(claims=claims(*bounds)), {"small": {"a": seen(A)}})
+    assert [row[3] for row in block.rows] == ["shown", "contradicted"]
 
 
 def test_the_published_numbers_are_judged_as_well() -> None:
