@@ -207,7 +207,7 @@ def claims_block(board: Sequence[Entry], paper: str) -> Block:
             entry.item.name,
             claim.text,
             *map(_state, pair),
-            next((v.regime for v in reversed(pair) if v is not None and v.regime), ABSENT),
+            _at_scales(pair, lambda verdict: verdict.regime) or ABSENT,
             in_the_paper(claim, entry.item),
             entry.item.missing or _why(pair),
         )
@@ -225,8 +225,18 @@ def _state(verdict: Verdict | None) -> str:
 
 def _why(pair: Sequence[Verdict | None]) -> str:
     """The reasons at both scales; a claim that was not run needs none."""
-    reasons = [verdict.reason for verdict in pair if verdict is not None and verdict.state != NOT_RUN]
-    return "; ".join(dict.fromkeys(filter(None, reasons)))
+    return _at_scales(pair, lambda verdict: "" if verdict.state == NOT_RUN else verdict.reason)
+
+
+def _at_scales(pair: Sequence[Verdict | None], of_verdict: Callable[[Verdict], str]) -> str:
+    """A text of a claim's verdicts, each behind the name of its scale if the texts differ."""
+    known = {
+        scale: text
+        for scale, verdict in zip(SCALES, pair, strict=True)
+        if verdict is not None and (text := of_verdict(verdict))
+    }
+    texts = [*dict.fromkeys(known.values())]
+    return texts[0] if len(texts) == 1 else "; ".join(f"{scale} scale: {text}" for scale, text in known.items())
 
 
 def missing_sentences(board: Sequence[Entry]) -> list[str]:

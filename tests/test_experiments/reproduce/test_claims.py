@@ -279,6 +279,18 @@ def test_claims_of_one_text_have_their_own_states_on_the_board() -> None:
     assert [row[3] for row in block.rows] == ["shown", "contradicted"]
 
 
+def test_regimes_and_reasons_that_differ_between_scales_name_theirs_on_the_board() -> None:
+    regime = Claim(text="The one is large.", at_least={"of": "a", "value": 0.85})
+    both = item(regimes={"large": regime}, claims=claims(GREATER, needs=("large",)))
+    both = replace(both, scales={"paper": both.scales["small"], **both.scales})
+    reached, lacking = {"a": seen(A), "b": seen(A)}, {"a": seen(B), "b": seen(A)}
+    (row,) = board_of(both, {"paper": lacking, "small": reached}).rows
+    assert row[4] == "paper scale: not reached; small scale: reached"
+    assert row[6] == "paper scale: The one is large. s, t; it is 0.7852 to 0.8348; small scale: s, t; no difference"
+    (row,) = board_of(both, {"paper": reached, "small": reached}).rows
+    assert row[4:] == ("reached", "not published", "s, t; no difference")
+
+
 def test_the_published_numbers_are_judged_as_well() -> None:
     claim = Claim(text="x", **GREATER)
     assert in_the_paper(claim, item({"a": {("s", "t"): 2.0}, "b": {("s", "t"): 1.0}})) == "shown"
