@@ -78,7 +78,7 @@ def _revision() -> str:
 
 
 def fact(facts: Mapping[str, Any], name: str) -> Mapping[str, float]:
-    """The numbers of a fact by place; ValueError, which lists the known facts, for an unknown one.
+    """The numbers of a fact by place; ValueError for an unknown fact, with the known ones, and for one without numbers.
 
     The places of a list are tier1, tier2, ..., those of a mapping its keys; a single number has the place "".
     """
@@ -88,8 +88,12 @@ def fact(facts: Mapping[str, Any], name: str) -> Mapping[str, float]:
             known = ", ".join(value) if isinstance(value, Mapping) else "none below it"
             raise ValueError(f"there is no fact {name!r}: at {part!r} there are {known}")
         value = value[part]
+    by_place: Mapping[Any, Any] = {"": value}
     if isinstance(value, Mapping):
-        return {str(place): float(number) for place, number in value.items()}
-    if isinstance(value, list | tuple):
-        return {f"tier{number}": float(each) for number, each in enumerate(value, 1)}
-    return {"": float(value)}
+        by_place = value
+    elif isinstance(value, list | tuple):
+        by_place = {f"tier{number}": each for number, each in enumerate(value, 1)}
+    if any(not isinstance(number, int | float) for number in by_place.values()):
+        parts = f": name one of its parts, {', '.join(value)}" if isinstance(value, Mapping) else ""
+        raise ValueError(f"the fact {name!r} is neither a number nor numbers by place{parts}")
+    return {str(place): float(number) for place, number in by_place.items()}

@@ -70,21 +70,21 @@ def measured(
     quantities: dict[str, Measured] = {}
     for name, quantity in item.quantities.items():
         source = quantity.source
-        if name in known:
-            quantities[name] = Measured(known[name], is_exact=isinstance(source, Counted))
-        elif isinstance(source, Read):
-            values: dict[Spot, dict[int, float]] = {}
-            try:
+        try:
+            if name in known:
+                quantities[name] = Measured(known[name], is_exact=isinstance(source, Counted))
+            elif isinstance(source, Read):
+                values: dict[Spot, dict[int, float]] = {}
                 for index, each in enumerate(runs):
                     for spot, seed, value in _read(source, frame(index, source.frame), each.places):
                         values.setdefault(spot, {})[seed] = value
-            except ValueError as error:
-                raise ValueError(f"{item.name}: {name}: {error}") from error
-            quantities[name] = Measured(values)
-        elif isinstance(source, Counted):
-            quantities[name] = _counted(source, scale)
-        elif isinstance(source, Combined):
-            quantities[name] = combined(source, quantities)
+                quantities[name] = Measured(values)
+            elif isinstance(source, Counted):
+                quantities[name] = _counted(source, scale)
+            elif isinstance(source, Combined):
+                quantities[name] = combined(source, quantities)
+        except ValueError as error:
+            raise ValueError(f"{item.name}: {name}: {error}") from error
     return quantities
 
 

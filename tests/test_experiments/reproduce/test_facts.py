@@ -68,3 +68,7 @@ def test_a_fact_is_named_by_its_way() -> None:
     assert fact(facts, "d") == {"": 4.0}
     with pytest.raises(ValueError, match=r"there is no fact 'a\.e': at 'e' there are b, c"):
         fact(facts, "a.e")
+    with pytest.raises(ValueError, match=r"the fact 'a' is neither a number nor numbers by place: name one of its par"):
+        fact(facts, "a")
+    with pytest.raises(ValueError, match=r"the fact 'e' is neither a number nor numbers by place$"):
+        fact({"e": "macs"}, "e")
