@@ -4,6 +4,7 @@ The pydantic models below parse a file; `load_item` adds the runs of other items
 name in it exists.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,7 +94,7 @@ def _as_list(value: Any) -> Any:
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Paragraph = Annotated[Text, AfterValidator(lambda text: " ".join(text.split()))]
-Number = Annotated[float, BeforeValidator(_as_number)]
+Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
 
 
 class Entry(BaseModel):
@@ -333,7 +334,7 @@ class Close(Comparison):
     """The two operands differ by at most `within`."""
 
     other: Annotated[Operand, Field(alias="to")]
-    within: Number
+    within: Annotated[Number, Field(ge=0)]
 
 
 class AtLeast(Check):
@@ -351,9 +352,12 @@ class AtMost(Check):
 def _tolerance(value: Any) -> tuple[float, bool]:
     share = re.fullmatch(r"([0-9.]+) ?%", value) if isinstance(value, str) else None
     try:
-        return (float(share[1]) / 100, True) if share else (float(_as_number(value)), False)
+        size = float(share[1]) / 100 if share else float(_as_number(value))
     except (TypeError, ValueError):
-        raise PydanticCustomError("needed", "a number, or a share such as 10 %") from None
+        size = math.nan
+    if not 0 <= size < math.inf:
+        raise PydanticCustomError("needed", "a number from 0, or a share such as 10 %")
+    return size, share is not None
 
 
 class Band(Check):
@@ -364,7 +368,7 @@ class Band(Check):
         tolerance: a number, and whether it is a share of the target (such as 10 %) or in the quantity's unit.
     """
 
-    target: Annotated[float | None, BeforeValidator(lambda value: None if value == "published" else _as_number(value))]
+    target: Annotated[Number | None, BeforeValidator(lambda value: None if value == "published" else value)]
     tolerance: Annotated[tuple[float, bool], PlainValidator(_tolerance)]
 
 
@@ -471,6 +475,8 @@ NEEDED = {
     "string": "a text",
     "int": "a whole number",
     "float": "a number",
+    "finite": "a finite number",
+    "greater": "a number from 0",
     "tuple": "a list",
     "dict": "names with values",
     "model": "names with values",

@@ -84,6 +84,9 @@ def test_a_whole_file(load: Load) -> None:
         ("regimes", {"trained": {"text": "x", "at_least": {"of": "b", "value": 1}}}, "regimes: trained: there is no"),
         ("claims/0/band", {"of": "a", "target": 1, "tolerance": 1}, "has 2 checks"),
         ("claims", [{"text": "x", "band": {"of": "a", "target": 1, "tolerance": "much"}}], "a share such as 10 %"),
+        ("claims", [{"text": "x", "band": {"of": "a", "target": 1, "tolerance": -1}}], "is -1: give a number from 0"),
+        ("claims", [{"text": "x", "close": {"of": "a", "to": "a", "within": -1}}], "is -1: give a number from 0"),
+        ("claims/0/at_least/value", float("nan"), "value is nan: give a finite number"),
         ("claims", [{"text": "x", "monotone": {"of": "a", "order": ["s"]}}], "give at least two settings or places"),
     ],
 )
