@@ -311,6 +311,13 @@ class Check(Entry):
     settings: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _has_no_choice_without_effect(self) -> "Check":
+        for name in ("setting", "place"):
+            if getattr(self.operand, name) is not None and getattr(self, f"{name}s"):
+                raise ValueError(f"{name}s have no effect, because `of` names a {name}: leave one of them out")
+        return self
+
 
 class Comparison(Check):
     """A check of the difference of two operands, paired by seed."""
@@ -383,6 +390,8 @@ class Monotone(Check):
     def _has_a_step(self) -> "Monotone":
         if len(self.order) < 2:
             raise ValueError(f"order={[*self.order]}: give at least two settings or places")
+        if getattr(self, self.along) or getattr(self.operand, self.along.removesuffix("s")) is not None:
+            raise ValueError(f"order names the {self.along} that are compared: name none in `of` or in {self.along}")
         return self
 
 
