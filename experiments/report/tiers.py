@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -127,7 +128,7 @@ def columns_of(summary: Summary) -> list[Column]:
         measured = [
             Column("search, validation perplexity", "search", "search_perplexity", write),
             *(Column(f"{name}, test perplexity", _narrow(name), f"perplexity_{m}", write) for m, name in _tested(keys)),
-            Column("gain over rand-init", "gain", "perplexity_gain", lambda value: f"{float(value):+.2f}"),
+            Column("gain over rand-init", "gain", "perplexity_gain", partial(two_digits, sign=True)),
             tau,
             *(Column(f"clients' perplexity, {w}", narrow[w], f"clients_{last}_{w}", write) for w in FAIRNESS),
         ]

@@ -54,11 +54,11 @@ def times(value: Any) -> str:
     return ABSENT if is_absent(value) else f"{float(value):.2f}×"
 
 
-def two_digits(value: Any) -> str:
+def two_digits(value: Any, *, sign: bool = False) -> str:
     """A number with two decimals; perplexities of diverged models are written with an exponent."""
     if is_absent(value):
         return ABSENT
-    return f"{float(value):.2f}" if float(value) < MOST_WRITTEN else f"{float(value):.1e}"
+    return f"{float(value):{'+' if sign else ''}{'.2f' if abs(float(value)) < MOST_WRITTEN else '.1e'}}"
 
 
 def seconds(value: Any) -> str:

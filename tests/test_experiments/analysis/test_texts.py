@@ -9,7 +9,7 @@ import pytest
 
 from fedloom.experiments.analysis.tables import Tables, load
 from fedloom.experiments.analysis.tiers import pareto, per_tier, with_perplexity
-from fedloom.experiments.report.tiers import narrow_tier_block, tier_summaries
+from fedloom.experiments.report.tiers import columns_of, narrow_tier_block, tier_summaries
 from fedloom.platform.results.writer import RunWriter
 
 PLACE = {"stage": "evaluation", "round": 0, "tier": "tier1", "architecture": "0-1", "split": "test", "samples": 10}
@@ -86,3 +86,9 @@ def test_families_on_texts_have_no_tiers(tmp_path: Path) -> None:
     tables = write_run(tmp_path)
     none = per_tier(tables).iloc[:0]
     assert with_perplexity(none, tables).empty
+
+
+def test_the_gain_over_a_diverged_model_has_no_three_hundred_digits(tmp_path: Path) -> None:
+    (summary,) = tier_summaries(write_run(tmp_path), {})
+    (column,) = (column for column in columns_of(summary) if column.key == "perplexity_gain")
+    assert [column.write(value) for value in (1e304, -1e304, 0.5, -0.5)] == ["+1.0e+304", "-1.0e+304", "+0.50", "-0.50"]
