@@ -94,7 +94,9 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "evaluations": lambda tables: by_stage(tables.evaluations),
 }
 """The frames from which a quantity may be read; the docstrings of the functions list the columns."""
-OF_VALIDATION = ("candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind", "targets")
+OF_VALIDATION = (
+    "candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind", "convergence", "targets"
+)  # fmt: skip
 """Frames without a value on test data."""
 
 

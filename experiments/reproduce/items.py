@@ -181,8 +181,12 @@ class Read(Entry):
         """
         if self.frame == "evaluations" and "split" not in self.where:
             raise ValueError("give the split in where: test or validation")
-        is_tested = "test" in self.where["split"] if self.frame == "evaluations" else self.frame not in OF_VALIDATION
-        for name in (self.value, *map(str, self.where.get("metric", ()))):
+        is_tested = self.frame not in OF_VALIDATION and not any(word in self.value for word in ("validation", "search"))
+        names = [self.value, TESTED.get(self.frame, {}).get(self.value, "")]
+        if self.frame == "evaluations":
+            is_tested = "test" in self.where["split"]
+            names += map(str, self.where.get("metric", ("any metric, accuracy or loss",)))
+        for name in names:
             if is_tested and any(kind in name for kind in BEST.get(self.reduce, ())):
                 raise ValueError(
                     f"reduce={self.reduce} of {name} selects on test data: read the last value, or one per place"
@@ -192,6 +196,13 @@ class Read(Entry):
 
 BEST = {"max": ("accuracy", "metric", "test"), "min": ("loss", "perplexity", "test_loss")}
 """Reductions that select the best of several rows, as early stopping does, if these words are in the value's name."""
+TESTED: Mapping[str, Mapping[str, str]] = {
+    "fairness": dict.fromkeys(("mean", "worst"), "accuracy"),
+    "fairness_in_perplexity": dict.fromkeys(("mean", "worst"), "perplexity"),
+    "gains": dict.fromkeys(("own", "others", "best_other", "gain"), "accuracy"),
+    "tiers": {"gain": "test accuracy"},
+}
+"""What is measured on test data by columns whose names do not say it, by frame."""
 
 
 class Counted(Entry):

@@ -105,7 +105,12 @@ def test_no_number_is_chosen_by_test_data(load: Load) -> None:
         load("quantities/a/read", read)
     of_test = {**read, "where": {"metric": "accuracy", "split": "test"}}
     for best in (of_test, {"from": "models", "value": "accuracy", "reduce": "max"},
-                 {"from": "silos", "value": "loss", "reduce": "min"}):  # fmt: skip
+                 {"from": "silos", "value": "loss", "reduce": "min"},
+                 {**of_test, "where": {"split": "test"}},
+                 {"from": "fairness", "value": "worst", "reduce": "max"},
+                 {"from": "fairness_in_perplexity", "value": "mean", "reduce": "min"},
+                 {"from": "gains", "value": "gain", "reduce": "max"},
+                 {"from": "tiers", "value": "gain", "reduce": "max"}):  # fmt: skip
         with pytest.raises(ValueError, match=f"reduce={best['reduce']} of .* selects on test data"):
             load("quantities/a/read", best)
     for allowed in (
@@ -114,6 +119,10 @@ def test_no_number_is_chosen_by_test_data(load: Load) -> None:
         {"from": "silos", "value": "accuracy", "reduce": "min"},
         {"from": "candidates", "value": "metric", "reduce": "max"},
         {"from": "models", "value": "macs", "reduce": "max"},
+        {"from": "fairness", "value": "worst", "reduce": "min"},
+        {"from": "convergence", "value": "metric", "reduce": "max"},
+        {"from": "subnets", "value": "validation_accuracy", "reduce": "max"},
+        {"from": "tiers", "value": "search_metric", "reduce": "max"},
     ):
         load("quantities/a/read", allowed)
 
