@@ -80,15 +80,15 @@ class Outcome:
 def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = False) -> Outcome:
     """Measures an item from its runs that are finished so far, and judges its claims.
 
-    With `recorded`, an item without runs here uses its record; a record of other runs is reported under `missing`.
+    With `recorded`, an item without runs here uses its record; a record that is not valid is reported under `missing`.
     Recorded counts are then used, too, instead of counting again.
     """
     scale = asked.of(item.scales[asked.scale])
     parts = parts_of(item, asked) if item.needs_runs else []
     runs = [done for part in parts if (done := done_runs(part, results)) is not None]
-    record = record_of(item, asked) if recorded and not runs else None
-    is_old = recorded and not runs and record is None and record_file(item, asked.scale).exists()
-    old = [f"{record_file(item, asked.scale)} is not used: it records other runs"] if is_old else []
+    record, file = record_of(item, asked) if recorded and not runs else None, record_file(item, asked.scale)
+    is_old = recorded and not runs and record is None and file.exists()
+    old = [f"{file} is not used: it records other runs, or reads them in another way"] if is_old else []
     planned = sum(part.num_runs for part in parts)
     if record is not None:
         # If the record lacks runs of its own ablations, all parts still have to be run.
@@ -243,7 +243,7 @@ def _difference(value: float | None) -> str:
 
 
 def _text(value: float) -> str:
-    """Four significant digits, without an exponent where numbers are of everyday size."""
+    """Four significant digits, but at most four decimals; an exponent only below .001 and from a billion."""
     if value and not 1e-3 <= abs(value) < 1e9:
         return f"{value:.3e}"
     digits = max(0, 3 - len(str(int(abs(value)))) + (1 if abs(value) >= 1 else 2))
