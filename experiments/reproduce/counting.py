@@ -42,7 +42,7 @@ SIZES: Mapping[str, tuple[int, int, int]] = {
 
 
 def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """The facts of a configuration, counted once per revision of fedloom; with the user's own code, every time.
+    """The facts of a configuration, counted once per revision of fedloom; with the user's own code or data, every time.
 
     They are cached in the folder `described` of FEDLOOM_CACHE, by default ~/.cache/fedloom.
     """
@@ -63,9 +63,10 @@ def facts_of(name: str, overrides: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _may_differ(override: str) -> bool:
-    """Whether it names the user's own code or presets, or a latency, which differs between measurements."""
-    value = override.partition("=")[2]
-    return is_import_path(value) or value.endswith(ENDINGS) or "latency_s" in value
+    """Whether it names the user's own code, presets or data, or a latency, which differs between measurements."""
+    key, _, value = override.partition("=")
+    is_own = is_import_path(value) or value.endswith(ENDINGS) or key.lstrip("+").startswith("data.options")
+    return is_own or "latency_s" in value
 
 
 @cache

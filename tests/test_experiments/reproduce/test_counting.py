@@ -46,7 +46,10 @@ def test_a_space_is_counted_once_and_others_for_themselves(cache: Path, count: C
     assert len(count.asked) == 3, "what cannot be read is counted again"
 
 
-@pytest.mark.parametrize("other", ["space=own_module:space", "experiment=./mine.yaml", "tiers.cost=latency_s"])
+@pytest.mark.parametrize(
+    "other",
+    ["space=own_module:space", "experiment=./mine.yaml", "tiers.cost=latency_s", "data.options.path=mine.npz"],
+)
 def test_what_may_change_is_counted_every_time(other: str, count: Counter) -> None:
     facts_of("space", [other])
     facts_of("space", [other])
