@@ -198,11 +198,11 @@ def missing_data(dataset: str, overrides: Sequence[str] = ()) -> str:
     `overrides` may name the folder of the original files (`data.root=FOLDER`).
     """
     from fedloom.platform.data.config import DataConfig
-    from fedloom.platform.data.registry import DATASETS
+    from fedloom.platform.data.registry import DATASETS, OF_ITS_OWN
 
     known: Mapping[str, Any] = DATASETS.known
     root = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("data.root=")), None)
-    if dataset not in known or dataset in ("folder", "npz") or "data.download=true" in overrides:
+    if dataset not in known or dataset in OF_ITS_OWN or "data.download=true" in overrides:
         return ""
     config = DataConfig(dataset=dataset)
     config.root = root if root is not None else config.root

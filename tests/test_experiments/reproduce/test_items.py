@@ -119,7 +119,7 @@ def test_the_readmes_item_is_one(tmp_path: Path) -> None:
 
 def test_missing_data_is_said(tmp_path: Path) -> None:
     assert "cifar100 not found under" in missing_data("cifar100", [f"data.root={tmp_path}"])
-    assert missing_data("digits") == ""
+    assert [missing_data(name) for name in ("digits", "folder", "table", "npz")] == [""] * 4
 
 
 def test_a_transfers_clients_can_afford_the_model_of_its_tier() -> None:
