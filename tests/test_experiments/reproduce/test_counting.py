@@ -46,6 +46,18 @@ def test_a_space_is_counted_once_and_others_for_themselves(cache: Path, count: C
     assert len(count.asked) == 3, "what cannot be read is counted again"
 
 
+def test_a_change_of_the_code_that_counts_counts_again(count: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_bytes = Path.read_bytes
+    for change in (b"", b"# changed"):
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda file, more=change: read_bytes(file) + (more if file.name == "facts.py" else b"")
+        )
+        counting._revision.cache_clear()
+        facts_of("space", ["space=a"])
+    counting._revision.cache_clear()
+    assert len(count.asked) == 2
+
+
 @pytest.mark.parametrize(
     "other",
     ["space=own_module:space", "experiment=./mine.yaml", "tiers.cost=latency_s", "data.options.path=mine.npz"],
