@@ -341,7 +341,7 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
 
     Runs that are not done are left out; the record says how many it has. Earlier values of the item's other ablations
     stay. Raises ValueError if no run is done, if presets have changed since the runs, and if the record that these runs
-    would replace has more runs or further ablations.
+    would replace has other runs, more runs or further ablations.
     """
     check_recordable(item, asked)
     parts = parts_of(item, asked)
@@ -354,8 +354,13 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
             _check_presets(part, begun[part.ablation_id], results)
     file, known = record_file(item, asked.scale), record_of(item, asked)
     others = known if known is not None and not {*known.ablations} & {*begun} else None
-    if known is not None and others is None and (known.runs[0] > runs or not {*known.ablations} <= {*begun}):
-        raise ValueError(f"{file} has {known.runs[0]} runs, this folder {runs}: delete the file to record these")
+    if known is not None and others is None:
+        lost = _runs_with_values(known) - {place for done in begun.values() for place in done.places.values()}
+        if lost or known.runs[0] > runs or not {*known.ablations} <= {*begun}:
+            lacking = f", without {len(lost)} of the former" if lost else ""
+            raise ValueError(
+                f"{file} has {known.runs[0]} runs, this folder {runs}: delete the file to record these{lacking}"
+            )
     scale = item.scales[asked.scale]
     code = dict.fromkeys(text for done in begun.values() for text in _computed_with(done))
     # Read again, because the tables of `done_runs` include the rounds of supernets that other runs have trained.
@@ -391,6 +396,12 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     content = {**vars(new), "values": by_setting}
     write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
     return file
+
+
+def _runs_with_values(record: Record) -> set[tuple[str, int]]:
+    """The setting and the seed of every run of which a record has a value."""
+    spots = (spot for values in record.values.values() for spot in values.items())
+    return {(setting, seed) for (setting, _), seeds in spots for seed in seeds}
 
 
 def _computed_with(done: Runs) -> Iterator[str]:

@@ -393,6 +393,10 @@ def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, 
     file.write_text(json.dumps({**content, "runs": [7, 7]}))
     code, _, err = command(str(own), "--record", "--show", "--results", str(results))
     assert (code, "has 7 runs, this folder 6: delete the file" in err) == (2, True)
+    content["values"]["bytes"]["short"][""]["4"] = 1.0  # as many runs, but of other seeds
+    file.write_text(json.dumps(content))
+    code, _, err = command(str(own), "--record", "--show", "--results", str(results))
+    assert (code, "6: delete the file to record these, without 1 of the former" in err) == (2, True)
     changes = (
         {"values": 3}, {"more": 1}, {"hours": None}, {"hours": "x"}, {"ablations": []},
         {"runs": [float("inf"), 1]}, {"runs": [0, 6]},
