@@ -12,7 +12,7 @@ from fedloom.experiments.analysis.silos import latest_architectures, p_matrix, p
 from fedloom.experiments.analysis.subnets import SEARCHED, labels_of, subnets
 from fedloom.experiments.analysis.tables import RUN_KEY, Tables, by_stage, requires
 from fedloom.experiments.analysis.targets import first_reached
-from fedloom.experiments.analysis.tiers import PERPLEXITY, hypervolume, pareto, per_tier, perplexity_of
+from fedloom.experiments.analysis.tiers import PERPLEXITY, pareto, per_tier, perplexity_of
 
 SMALLEST, LARGEST = "smallest", "largest"
 
@@ -86,7 +86,6 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "communication": communication,
     "communication_by_kind": lambda tables: communication_by_kind(communication(tables)),
     "candidates": pareto,
-    "hypervolume": hypervolume,
     "convergence": convergence,
     "targets": targets,
     "rounds": lambda tables: by_stage(tables.rounds),
@@ -94,9 +93,7 @@ FRAMES: Mapping[str, Callable[[Tables], pd.DataFrame]] = {
     "evaluations": lambda tables: by_stage(tables.evaluations),
 }
 """The frames from which a quantity may be read; the docstrings of the functions list the columns."""
-OF_VALIDATION = (
-    "candidates", "hypervolume", "rounds", "clients", "communication", "communication_by_kind", "convergence", "targets"
-)  # fmt: skip
+OF_VALIDATION = ("candidates", "rounds", "clients", "communication", "communication_by_kind", "convergence", "targets")
 """Frames without a value on test data."""
 
 
