@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext
 from fedloom.platform.data.trees import single
-from fedloom.platform.plugins import PluginError, Registry, Shipped
+from fedloom.platform.plugins import PluginError, Registry, Shipped, blaming, is_import_path
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.slices import Region, cells, inside, part_in, part_of, whole_region
@@ -79,7 +79,7 @@ class Attack:
         return change
 
     def colluding(self, about: Collusion) -> Tensor | None:  # noqa: ARG002
-        """The change of a region that all attackers send; None if each sends its own."""
+        """The change of a region that all attackers send; overriding it makes them collude."""
         return None
 
 
@@ -160,11 +160,38 @@ ATTACKS: Registry[Attack] = Registry(
 
 
 def attack(choice: ComponentSpec) -> Attack:
-    """The chosen attack; raises PluginError if it is not an `Attack`."""
+    """The chosen attack; raises PluginError if it is not an `Attack`, or if a user's own fails on small tensors."""
     made: object = ATTACKS.make(choice)
     if not isinstance(made, Attack):
         raise PluginError(f"attack {choice.name!r} is no Attack: derive the class from {__name__}.Attack")
+    if is_import_path(choice.name):
+        with blaming(ATTACKS.kind, choice.name):
+            _labels(made, torch.tensor([0, 1, 1]), 2)
+            _change(made, torch.ones(2, 3), torch_stream(0, "trial"))
+            if made.colludes:
+                _colluding(made, Collusion(torch.ones(2, 3), 6, 2))
     return made
+
+
+def _labels(attack: Attack, labels: Tensor, num_classes: int) -> Tensor:
+    return _like(labels, attack, attack.labels(labels, num_classes))
+
+
+def _change(attack: Attack, change: Tensor, generator: torch.Generator) -> Tensor:
+    return _like(change, attack, attack.change(change, generator))
+
+
+def _colluding(attack: Attack, about: Collusion) -> Tensor:
+    return _like(about.changes_n[0], attack, attack.colluding(about))
+
+
+def _like(before: Tensor, attack: Attack, after: object) -> Tensor:
+    """What an attack made of a tensor; PluginError for anything but a tensor of the same shape."""
+    if isinstance(after, Tensor) and after.shape == before.shape:
+        return after
+    made = f"the shape {tuple(after.shape)}" if isinstance(after, Tensor) else f"{after!r:.60}"
+    name, shape = f"{type(attack).__module__}:{type(attack).__name__}", tuple(before.shape)
+    raise PluginError(f"attack {name!r} gives {made} for a tensor of the shape {shape}: give one of the same shape")
 
 
 # -- as a processor ----------------------------------------------------------------------------------------------------
@@ -197,7 +224,7 @@ class Attackers(Processor):
     def on_labels(self, client_id: int, labels: Tree, num_classes: int) -> Tree:
         if client_id not in self.client_ids or type(self.attack).labels is Attack.labels:
             return labels
-        return self.attack.labels(single(labels, "an attack on labels"), num_classes)
+        return _labels(self.attack, single(labels, "an attack on labels"), num_classes)
 
     @torch.no_grad()
     def on_client(self, message: Message) -> Message:
@@ -206,7 +233,7 @@ class Attackers(Processor):
             generator = torch_stream(self.seed, "attackers", *self.places, message.client_id)
             for name in message.parameters:
                 trained, received = message.update.tensors[name], message.received[name]
-                trained.copy_(received + self.attack.change(trained - received, generator))
+                trained.copy_(received + _change(self.attack, trained - received, generator))
         return message
 
     @torch.no_grad()
@@ -235,8 +262,7 @@ class Attackers(Processor):
             held = [part_in(tensor, box, region) for box, tensor in pieces if inside(region, box)]
             if held:
                 before = part_of(old, region)
-                change = self.attack.colluding(Collusion(torch.stack(held) - before, clients, attackers))
-                assert change is not None, "they collude"
+                change = _colluding(self.attack, Collusion(torch.stack(held) - before, clients, attackers))
                 part_of(values, region).copy_(before + change)
         return values
 

@@ -14,6 +14,7 @@ from fedloom.platform.averaging.aggregators import AGGREGATORS, MEAN, KeptUpdate
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import ARRIVAL_RULES, SERVER_RULES, ServerRound, serve, server_traits
+from fedloom.platform.averaging.staleness import arrived
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, weighting_rule, weighting_traits
 from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, begun, local_rule, place_of, refuse_parts
 from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS
@@ -388,6 +389,12 @@ def try_rules(rules: Rules, cohort: int | None) -> None:
         _try_local(rules.local)
     if is_import_path(rules.optimizer.name):
         _try_optimizer(rules.optimizer)
+    arrival = rules.more.get("asynchronous")
+    if arrival is not None and is_import_path(arrival.name):
+        rule, old = (arrival.name, ARRIVAL_RULES.make(arrival)), {PARAMETER: torch.zeros(1, 2)}
+        update = Update({PARAMETER: torch.ones(1, 2)}, {PARAMETER: Slice(PARAMETER)}, {PARAMETER: 1.0})
+        for staleness in range(2):
+            arrived(update, rule, old, old, staleness, {PARAMETER})
 
 
 def _try_server(server: ComponentSpec) -> None:

@@ -20,7 +20,7 @@ from fedloom.platform.federation.algorithm import RunState, TrainingStage
 from fedloom.platform.federation.asynchronous import Asynchronous, Begun, Flight, next_events
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.selection import Cohort
-from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.shares import SharesConfig
@@ -313,6 +313,15 @@ def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
     assert arrived(update, ("own:rule", rule), old, received, 0, {"w"}).tensors["w"].tolist() == [1, 1]
     assert arrived(update, ("own:rule", rule), old, received, 5, {"w"}).tensors["w"].tolist() == [0, 0]
     assert seen == {("w", 0), ("w", 1)}
+
+
+def silent(_arrival: Arrival) -> None:
+    pass
+
+
+def test_a_rule_of_ones_own_is_tried_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"silent' gave None for a region of layer.weight of the shape \(1, 2\)"):
+        rules_of(TrainingConfig(asynchronous=f"{__name__}:silent"), "method.train")
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from fedloom.platform.averaging.attacks import (
     InnerProduct,
     LabelFlip,
     SignFlip,
+    attack as made_attack,
     largest_deviation,
 )
 from fedloom.platform.averaging.average import Update
@@ -29,6 +30,7 @@ from fedloom.platform.federation.config import AttackConfig, DevicesConfig, RunC
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import drawn_attackers
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.spaces.slices import Slice
 
@@ -207,6 +209,34 @@ def test_what_cannot_be_is_refused(changes: tuple[str, ...], problem: str, tmp_p
     with pytest.raises(ValueError, match=problem):
         start_run(compose_config([*TINY, f"results={tmp_path}", *changes]), make_serial)
     assert not [*tmp_path.iterdir()]
+
+
+class Shorter(Attack):
+    def change(self, change: Tensor, generator: torch.Generator) -> Tensor:
+        return change[:1]
+
+
+class Silent(Attack):
+    def colluding(self, about: Collusion) -> None:
+        pass
+
+
+class Wrong(Attack):
+    def labels(self, labels: Tensor, num_classes: int) -> Tensor:
+        raise KeyError("no")
+
+
+@pytest.mark.parametrize(
+    ("own", "problem"),
+    [
+        (Shorter, r"Shorter' gives the shape \(1, 3\) for a tensor of the shape \(2, 3\): give one of the same shape"),
+        (Silent, r"Silent' gives None for a tensor of the shape \(3,\): give one of the same shape"),
+        (Wrong, r"Wrong' fails: KeyError: 'no'"),
+    ],
+)
+def test_an_attack_of_ones_own_is_tried_before_a_run(own: type[Attack], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        made_attack(ComponentSpec(f"{__name__}:{own.__name__}"))
 
 
 def test_methods_whose_clients_do_more_than_train_one_network_refuse_attackers(tmp_path: Path) -> None:
