@@ -88,6 +88,9 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         problem = str(error).splitlines()[0]
+        place = re.match(r"In CSV column #(\d+): ", problem)  # counted from 0
+        if place:
+            problem = f"column {pyarrow.csv.open_csv(file).schema.names[int(place[1])]}: {problem[place.end() :]}"
         raise PluginError(
             f"{BLAME} {file} cannot be read ({problem}); data.options.x names columns of numbers, or one of images"
         ) from error

@@ -201,7 +201,7 @@ def test_images_in_columns_of_other_types_of_texts_and_bytes(tmp_path: Path, col
         (
             "a,b,label\n1,p,x\n1,p,x\n1,p,x\n",
             {},
-            r"t.csv cannot be read \(.*'p'.*; data.options.x names columns",
+            r"t.csv cannot be read \(column b: .*'p'.*; data.options.x names columns",
         ),
         ("a,label\n1,x\n,y\n,y\n", {}, r"column a of .*t.csv lacks values, or has infinite ones: fill them in"),
         ("a,label\n1,x\n2,\n", {}, r"column label of .*t.csv lacks values: give one for every row"),
