@@ -178,10 +178,13 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     samples = tried_samples(dataset)
     if space.input_shape != dataset.input_shape or space_config.num_classes != dataset.num_classes:
         shape = list(dataset.input_shape) if isinstance(dataset.input_shape, tuple) else dataset.input_shape
+        advice = f"set space.input_shape={shape} and space.num_classes={dataset.num_classes}"
+        if not isinstance(shape, list) or len(shape) != len(space.input_shape):
+            advice = f"give samples of as many dimensions as {space.input_shape}"
         raise ValueError(
             f"space {config.space.name} takes {space.input_shape} and {space_config.num_classes} classes, "
             f"{config.data.dataset} has {dataset.input_shape} and {dataset.num_classes}: "
-            f"choose a space that fits, or set space.input_shape={shape} and space.num_classes={dataset.num_classes}"
+            f"choose a space that fits, or {advice}"
         )
     augment = coloured(augment, dataset.colours)
     outputs = space.tried(*samples)
