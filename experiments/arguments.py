@@ -494,6 +494,11 @@ COMMANDS: Mapping[str, Command] = {
                 type=_number(Annotated[float, Interval(ge=-1, le=1)]),
                 help="Kendall's tau that the predictors must reach",
             ),
+            Argument(
+                "--tolerance",
+                type=_number(Annotated[float, Interval(gt=0, lt=1)]),
+                help="share by which a subnet may cost less than its target (default: as in the run)",
+            ),
             RESULTS,
         ),
     ),

@@ -396,7 +396,8 @@ def _search(args: argparse.Namespace) -> int:
     from fedloom.experiments.runs.search import load_trained, search_trained, show
 
     results = _here(args, [args.run], tensors=True)
-    trained = load_trained(results, args.run).changed(samples=args.samples, min_tau=args.min_tau, metric=args.metric)
+    asked = {name: getattr(args, name) for name in ("samples", "min_tau", "metric", "tolerance")}
+    trained = load_trained(results, args.run).changed(**asked)
     winners = search_trained(trained, args.macs, args.latency_s)
     show(trained, winners, len(args.macs) + len(args.latency_s), as_json=args.json)
     return OK

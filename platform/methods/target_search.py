@@ -257,7 +257,7 @@ class VerifyStage(ScoringStage):
         samples = _samples_in(state.data[SAMPLES])
         sound = sum(math.isfinite(s.loss) for s in samples)
         if sound < FEWEST_SAMPLES:
-            return None, f"only {sound} of {len(samples)} samples could be scored"
+            return None, f"{sound} of {len(samples)} samples could be scored, and predictors need {FEWEST_SAMPLES}"
         seed = self.world.config.seed_for("search")
         predictors = fit_predictors(self.world.space.genome, samples, self.config, seed, self.latency)
         return predictors, predictors.refused

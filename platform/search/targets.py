@@ -245,7 +245,7 @@ def check_reachable(target: Target, genome: Genome, seed: int) -> None:
     table, interval = target.table, target.interval
     constraint = TableConstraint(table, interval, genome)
     rng = stream(seed, "reachable", target.name)
-    advice = "choose another target, or raise the tolerance"
+    advice = "choose another target, or raise method.search.tolerance (of `fedloom search`: --tolerance)"
     if target.measure == "budget":
         advice = "use fewer tiers, give tiers.upper_bounds, or name targets (method.search.macs)"
     if not constraint.sample(1, (), rng):

@@ -132,6 +132,10 @@ def test_new_targets_need_no_training_and_are_refused_below_tau(elastic_config: 
     assert all(np.array_equal(before[n], weights[n]) for n in before)
     with pytest.raises(ValueError, match=r"below the required 1: measure more samples or lower min_tau$"):
         search_supernet(world, replace(wanted, min_tau=1.0), weights, (), executor)
+    with pytest.raises(ValueError, match=r"no subnet has macs in .* raise .*`fedloom search`: --tolerance\)$"):
+        search_supernet(world, replace(wanted, tolerance=1e-9), weights, (), executor)
+    with pytest.raises(ValueError, match=r"^1 of 1 samples could be scored, and predictors need 10$"):
+        search_supernet(world, wanted, weights, [Sample(found[0].architecture, 1.0, 0.5)], executor)
 
 
 @pytest.mark.parametrize(

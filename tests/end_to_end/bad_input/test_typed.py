@@ -104,6 +104,7 @@ def test_every_folder_of_the_results_is_known() -> None:
         (("--latency-s", "soon"), "--latency-s: soon: must be a number, greater than 0"),
         (("--macs", "1", "--samples", "1.5"), "--samples: 1.5: must be a whole number, between 1 and 1000000"),
         (("--macs", "1", "--min-tau", "nan"), "--min-tau: nan: must be a number, between -1 and 1"),
+        (("--macs", "1", "--tolerance", "1"), "--tolerance: 1: must be a number, above 0 and below 1"),
     ],
 )
 def test_a_number_of_search_is_named_as_it_was_typed(words: Sequence[str], said: str, refusal: Refuse) -> None:
