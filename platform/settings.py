@@ -299,7 +299,7 @@ def _refusal(kind: type, error: "ErrorDetails", prefix: str) -> ValueError:
         return UnknownKeyError(prefix + ".".join(map(str, path)), known)
     if error["type"] == "missing":
         setting = _setting(kind, path, prefix)
-        return ValueError(f"{setting.key} is missing: give {an(setting.kind)}")
+        return ValueError(f"{setting.key} is missing: give {_noun(setting.kind)}")
     if error["type"] == "dataclass_type":
         key, names = prefix + ".".join(map(str, path)), [*_hints(_section(kind, path))]
         chooser = next((name for name in names if name in CHOOSERS), None)
@@ -317,7 +317,7 @@ def _not_allowed(setting: Setting, value: Any, *, is_of_type: bool, item: str = 
     if item and (inner := re.search(r"list\[(.*)\]", kind)):
         kind = inner[1]
     if not is_of_type:
-        needed = kind if kind.startswith(("one of", "true or false", "any")) else an(kind)
+        needed = _noun(kind)
     else:
         if isinstance(value, int | float) and abs(value) > (LARGEST_FLOAT if "float" in kind else LARGEST_WHOLE):
             finite = f"finite and at most {LARGEST_FLOAT:g}" if "float" in kind else "a whole number of at most 64 bits"
@@ -325,6 +325,13 @@ def _not_allowed(setting: Setting, value: Any, *, is_of_type: bool, item: str = 
         needed = (needed or "finite") + (", or null" if kind.endswith(" or null") else "")
     close = nearest(text, setting.choices, cutoff=0.75)
     return ValueError(f"{setting.key}{item}={shown(value, lambda _: text)}: must be {needed}{close}")
+
+
+def _noun(kind: str) -> str:
+    """A kind of value, as what a message asks for."""
+    if kind.startswith("any"):
+        return "a value"
+    return kind if kind.startswith(("one of", "true or false")) else an(kind)
 
 
 def _section(kind: Any, path: Sequence[int | str]) -> Any:

@@ -85,6 +85,19 @@ class Config:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked"), [(Any, "a value"), (Literal["a", "b"], "one of a, b"), (bool, "true or false"), (int, "an int")]
+)
+def test_an_option_that_is_missing_is_asked_for(kind: Any, asked: str) -> None:
+    def needy(_step: ServerStep, *, option: Any) -> None:
+        """A rule with an option that has no default."""
+
+    needy.__annotations__["option"] = kind
+    sys.modules["own_options"].__dict__["rule"] = needy
+    with pytest.raises(ValueError, match=f"^x.options.option is missing: give {asked} .an option of"):
+        given()
+
+
 def test_a_value_in_a_mapping_is_named_by_its_own_key() -> None:
     with pytest.raises(ValueError, match=r"^weights\.b=0: must be greater than 0$"):
         check_settings(Config(weights={"a": 1, "b": 0}))
