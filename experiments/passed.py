@@ -133,9 +133,14 @@ class Names:
             names = [name or each for (name, _), each in zip(parts, value, strict=True)]
             options_of_parts = ({f"{_options(key)}.{n}": v for n, v in options.items()} for _, options in parts)
             return _together([{key: names}, *options_of_parts])
+        if key == "data":
+            key = "data.dataset"
         name, options = _code(key, value)
-        if key in _SPACE and (key == "space.build" or (inspect.isclass(value) and issubclass(value, nn.Module))):
+        code = value.func if isinstance(value, functools.partial) else value
+        if key in _SPACE and (key == "space.build" or (inspect.isclass(code) and issubclass(code, nn.Module))):
             return {**self._of_module_space(name), **{f"space.options.{n}": v for n, v in options.items()}}
+        if key == "space":
+            raise ValueError(f"space={name}: give space={{'build': ...}} for a network, or {{'name': ...}} for a space")
         return {key: name, **{f"{_options(key)}.{n}": v for n, v in options.items()}}
 
     def keep(self) -> None:
@@ -302,7 +307,7 @@ def _arrays(key: str, value: Any) -> dict[str, AnyArray] | None:
         if any(isinstance(part, Tensor | np.ndarray) for part in pair):
             raise ValueError(
                 f"{key}: tensors and arrays are no data set: give TensorDataset(x, y) of torch, or a pair of these for "
-                "training and testing"
+                "training and testing, or Arrays((x, y)) of fedloom.platform.data.arrays"
             )
         if not 1 <= len(pair) <= 2 or not all(isinstance(part, Dataset) for part in pair):
             return None

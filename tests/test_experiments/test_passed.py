@@ -131,6 +131,10 @@ def test_code_is_called_by_its_import_path(own: Any, tmp_path: Path) -> None:
     }
     module = {"space.name": "module", "space.build": "my_own:Net"}
     assert names(tmp_path, space={"name": own.Net}) == names(tmp_path, space={"build": own.Net}) == module
+    assert names(tmp_path, space=functools.partial(own.Net, width=3)) == {**module, "space.options.width": 3}
+    assert names(tmp_path, data=own.Stripes) == {"data.dataset": "my_own:Stripes"}
+    with pytest.raises(ValueError, match=r"^space=my_own:prox: give space={'build': ...} for a network, or {'name': "):
+        names(tmp_path, space=functools.partial(own.prox, mu=1))
     lora = {"space.name": "lora", "space.build": "my_own:prox"}
     assert names(tmp_path, space={"name": "lora", "build": own.prox}) == lora
 
@@ -380,4 +384,6 @@ def test_a_data_set_that_is_none_is_refused(samples: list[Any], line: str, tmp_p
 
     with pytest.raises(ValueError, match=rf"^data.dataset: Listed:? ?{line}"):
         names(tmp_path, data={"dataset": Listed()})
+    with pytest.raises(ValueError, match=r"are no data set: give TensorDataset.*, or Arrays\(\(x, y\)\) of fedloom"):
+        names(tmp_path, data=(np.zeros((2, 3)), np.zeros(2)))
     assert not (tmp_path / "passed").exists()
