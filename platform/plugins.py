@@ -336,6 +336,15 @@ def keyword_options(function: Any) -> dict[str, inspect.Parameter]:
     return options
 
 
+def positional_defaults(function: Any) -> set[str]:
+    """The parameters that look like options, as they have a default, but are not keyword-only."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return set()
+    return {p.name for p in parameters if p.kind is not p.KEYWORD_ONLY and p.default is not p.empty}
+
+
 # -- whose code it is --------------------------------------------------------------------------------------------------
 
 OF_PACKAGES = frozenset({"site-packages", "dist-packages"})

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 
 from annotated_types import GroupedMetadata, Interval
 
-from fedloom.platform.plugins import ComponentSpec, Registry, an, keyword_options, nearest
+from fedloom.platform.plugins import (
+    ComponentSpec,
+    Registry,
+    an,
+    is_import_path,
+    keyword_options,
+    nearest,
+    positional_defaults,
+)
 from fedloom.platform.words import shown
 
 if TYPE_CHECKING:
@@ -414,5 +422,8 @@ def component_specs(
         if option not in known:
             components = ", ".join(f"{registry.kind} {name}" for registry, name in chosen)
             there = f"the options are {', '.join(known)}" if known else "they have no options"
+            for registry, name in chosen:
+                if is_import_path(name) and option in positional_defaults(registry.find(name)):
+                    there = f"put a * before it in the parameters of {name}: options are keyword-only"
             raise ValueError(f"{key}.{option}: not an option of {components}; {there}{nearest(option, [*known])}")
     return specs

@@ -98,6 +98,15 @@ def test_an_option_that_is_missing_is_asked_for(kind: Any, asked: str) -> None:
         given()
 
 
+def test_a_parameter_that_is_not_keyword_only_is_no_option() -> None:
+    def positional(_step: ServerStep, rate: float = 1.0) -> None:
+        """A rule that lacks a star."""
+
+    sys.modules["own_options"].__dict__["rule"] = positional
+    with pytest.raises(ValueError, match=r"^x.options.rate: not an option .*; put a \* before it in the param"):
+        given(rate=2.0)
+
+
 def test_a_value_in_a_mapping_is_named_by_its_own_key() -> None:
     with pytest.raises(ValueError, match=r"^weights\.b=0: must be greater than 0$"):
         check_settings(Config(weights={"a": 1, "b": 0}))
