@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Integral, Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -344,12 +345,29 @@ def select(choice: Choice, rule: ComponentSpec) -> Cohort:
     for client, position in zip(client_ids, positions.tolist(), strict=True):
         if position >= len(choice.eligible) or choice.eligible[position] != client:
             raise PluginError(f"{blame} gives client {client}, which is not eligible in this round")
+    with blaming("selection rule", name):
+        _check_values(cohort, blame)
     try:
         check_keys(cohort.memory, "memory")
         memory = json.loads(json.dumps(cohort.memory))  # as the rule would get it after a resume
     except (TypeError, ValueError) as error:
         raise PluginError(f"{blame} gives a memory that JSON cannot hold: {error}") from error
     return replace(cohort, client_ids=client_ids, reason=cohort.reason or name, memory=memory)
+
+
+def _check_values(cohort: Cohort, blame: str) -> None:
+    """Raises PluginError for what a cohort says of its clients, if it cannot be."""
+
+    def check(name: str, values: Iterable[Any], needed: str, holds: Callable[[Any], bool]) -> None:
+        for value in values:
+            if not holds(value):
+                raise PluginError(f"{blame} gives the {name} {value!r:.60}: give {needed}")
+
+    reasons, likely = (cohort.reason, *cohort.reasons.values()), [cohort.probability]
+    check("reason", reasons, "a text, or one by client as `reasons`", lambda v: isinstance(v, str))
+    check("probability", likely, "a number from 0 to 1", lambda v: isinstance(v, Real) and not (v < 0 or v > 1))
+    check("epochs", cohort.epochs.values(), "a whole number from 1", lambda v: isinstance(v, Integral) and v >= 1)
+    check("sends", cohort.sends.values(), "a share above 0, at most 1", lambda v: isinstance(v, Real) and 0 < v <= 1)
 
 
 def check_selection(rule: ComponentSpec, size: int | None) -> None:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -228,6 +228,10 @@ def test_ids_alone_are_a_cohort(own_module: ModuleType) -> None:
         ("names", ["a"], r"gives \['a'\]: give the ids of clients, or a Cohort"),
         ("fractions", [1.0, 4.5], r"gives \[1.0, 4.5\]: give the ids of clients, or a Cohort"),
         ("late", (1 // zero for zero in (1, 0)), "fails: ZeroDivisionError: integer division or modulo by zero"),
+        ("reasoned", Cohort((4,), reason=cast(Any, {4: "new"})), "gives the reason {4: 'new'}: give a text, or one by"),
+        ("likely", Cohort((4,), 7.0), "gives the probability 7.0: give a number from 0 to 1"),
+        ("idle", Cohort((4,), epochs={4: 0}), "gives the epochs 0: give a whole number from 1"),
+        ("generous", Cohort((4,), sends={4: 2.0}), "gives the sends 2.0: give a share above 0, at most 1"),
     ],
 )
 def test_a_rule_that_gives_no_cohort_is_named(own_module: ModuleType, name: str, given_: Any, message: str) -> None:
