@@ -38,13 +38,15 @@ def first_reached(tables: Tables, target: float, metric: str = METRIC) -> pd.Dat
     simulated_h, both since the run began: the method's earlier stages count, also the training of a supernet that
     another run shared with it, but not the stages of the same kind for other tiers. They are null where the target was
     not reached. A score is the mean of the server's scores, or of the clients' if the server has none, as for `stop.*`;
-    nothing is interpolated. Raises ValueError for a metric other than accuracy and loss.
+    nothing is interpolated. Raises ValueError for a metric other than accuracy and loss, and for an accuracy above 1.
     """
     if metric not in TARGET_METRICS:
         raise ValueError(f"there are no targets for {metric!r}: give one of {', '.join(TARGET_METRICS)}")
     requires(tables, "rounds", "evaluations")
     tables = with_training(tables)
     scores = _scores(tables, metric)
+    if metric == METRIC and target > max(1, scores["score"].max()):  # a metric of one's own may be above 1
+        raise ValueError(f"target={target:g}: accuracies are shares, at most 1: give 0.9 for 90 %")
     scores = scores.assign(reached=scores["score"].map(lambda value: reaches(metric, value, target)).astype(bool))
     stages = scores.groupby([*RUN_KEY, "stage", "kind", "tier"], sort=False)
     best = "min" if metric == "loss" else "max"

@@ -145,3 +145,5 @@ def test_a_target_that_no_run_can_reach_is_refused(capsys: pytest.CaptureFixture
 def test_an_unknown_metric_of_a_target_is_refused(seeds: Path) -> None:
     with pytest.raises(ValueError, match="there are no targets for 'f1': give one of accuracy, loss"):
         to_target(load(seeds), 0.5, "f1")
+    with pytest.raises(ValueError, match=r"^target=90: accuracies are shares, at most 1: give 0.9 for 90 %$"):
+        to_target(load(seeds), 90)
