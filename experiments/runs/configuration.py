@@ -151,7 +151,8 @@ def tell_of_attack(config: RunConfig, overrides: Sequence[str]) -> None:
     """Warns if an override names the default attack without attackers, which the configuration alone does not show."""
     if config.attack.share or config.attack.name != AttackConfig().name:  # the check of all keys warns of others
         return
-    if any(read(override).key == "attack.name" for override in overrides):
+    keys = {read(override).key for override in overrides}
+    if "attack.name" in keys and "attack.share" not in keys:  # a whole configuration has both
         logger.warning("attack.name=%s has no effect with attack.share=0.0: it is for attackers", config.attack.name)
 
 

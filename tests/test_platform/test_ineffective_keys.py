@@ -96,6 +96,7 @@ def test_an_option_that_several_rules_take_is_named_with_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (["attack.name=sign_flip", "attack.share=0.0"], []),
         (["attack.name=sign_flip"], ["attack.name=sign_flip has no effect with attack.share=0.0: it is for attackers"]),
         (["attack.name=sign_flip", "attack.share=0.2"], []),
         (["attack.name=alie"], []),  # is among those above
