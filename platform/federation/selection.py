@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from numbers import Integral, Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -358,16 +357,17 @@ def select(choice: Choice, rule: ComponentSpec) -> Cohort:
 def _check_values(cohort: Cohort, blame: str) -> None:
     """Raises PluginError for what a cohort says of its clients, if it cannot be."""
 
-    def check(name: str, values: Iterable[Any], needed: str, holds: Callable[[Any], bool]) -> None:
+    def check(name: str, values: Iterable[Any], needed: str, holds: Callable[[Any], object]) -> None:
         for value in values:
             if not holds(value):
                 raise PluginError(f"{blame} gives the {name} {value!r:.60}: give {needed}")
 
+    number, whole = int | float | np.number, int | np.integer
     reasons, likely = (cohort.reason, *cohort.reasons.values()), [cohort.probability]
     check("reason", reasons, "a text, or one by client as `reasons`", lambda v: isinstance(v, str))
-    check("probability", likely, "a number from 0 to 1", lambda v: isinstance(v, Real) and not (v < 0 or v > 1))
-    check("epochs", cohort.epochs.values(), "a whole number from 1", lambda v: isinstance(v, Integral) and v >= 1)
-    check("sends", cohort.sends.values(), "a share above 0, at most 1", lambda v: isinstance(v, Real) and 0 < v <= 1)
+    check("probability", likely, "a number from 0 to 1", lambda v: isinstance(v, number) and not (v < 0 or v > 1))
+    check("epochs", cohort.epochs.values(), "a whole number from 1", lambda v: isinstance(v, whole) and v >= 1)
+    check("sends", cohort.sends.values(), "a share above 0, at most 1", lambda v: isinstance(v, number) and 0 < v <= 1)
 
 
 def check_selection(rule: ComponentSpec, size: int | None) -> None:

@@ -14,7 +14,6 @@ from fedloom.platform.averaging.aggregators import AGGREGATORS, MEAN, KeptUpdate
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.processors import PROCESSORS
 from fedloom.platform.averaging.server import ARRIVAL_RULES, SERVER_RULES, ServerRound, serve, server_traits
-from fedloom.platform.averaging.staleness import arrived
 from fedloom.platform.averaging.weighting import WEIGHTING_RULES, Work, weighting_rule, weighting_traits
 from fedloom.platform.clients.local_rules import LOCAL_RULES, LocalClient, begun, local_rule, place_of, refuse_parts
 from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS
@@ -391,10 +390,7 @@ def try_rules(rules: Rules, cohort: int | None) -> None:
         _try_optimizer(rules.optimizer)
     arrival = rules.more.get("asynchronous")
     if arrival is not None and is_import_path(arrival.name):
-        rule, old = (arrival.name, ARRIVAL_RULES.make(arrival)), {PARAMETER: torch.zeros(1, 2)}
-        update = Update({PARAMETER: torch.ones(1, 2)}, {PARAMETER: Slice(PARAMETER)}, {PARAMETER: 1.0})
-        for staleness in range(2):
-            arrived(update, rule, old, old, staleness, {PARAMETER})
+        _try_arrival(arrival)
 
 
 def _try_server(server: ComponentSpec) -> None:
@@ -406,6 +402,15 @@ def _try_server(server: ComponentSpec) -> None:
         sums.add(Update({PARAMETER: torch.ones(1, 2)}, first_row, {PARAMETER: 1.0}))
         new, state = serve({PARAMETER: (server.name, rule)}, old, sums.finish(old), state, ServerRound(round_, 1, 2))
         old = {PARAMETER: new[PARAMETER]}
+
+
+def _try_arrival(choice: ComponentSpec) -> None:
+    from fedloom.platform.averaging.staleness import arrived  # only asynchronous runs need it
+
+    rule, old = ARRIVAL_RULES.make(choice), {PARAMETER: torch.zeros(1, 2)}
+    update = Update({PARAMETER: torch.ones(1, 2)}, {PARAMETER: Slice(PARAMETER)}, {PARAMETER: 1.0})
+    for staleness in range(2):
+        arrived(update, (choice.name, rule), old, old, staleness, {PARAMETER})
 
 
 def _try_optimizer(choice: ComponentSpec) -> None:
