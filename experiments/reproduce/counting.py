@@ -33,9 +33,6 @@ FACTS: Mapping[str, Facts] = Shipped(
 OF_DATA = ("partition", "training", "work")
 """Facts that are counted on clients' data, which must be present unless `SIZES` has a stand-in for it."""
 
-COUNTING = ("reproduce/facts.py", "runs/configuration.py", "runs/describe.py", "analysis/rounds.py")
-"""The modules, besides those of platform and tiers, whose changes change what is counted."""
-
 SIZES: Mapping[str, tuple[int, int, int]] = {
     "cifar10": (50_000, 10_000, 10),
     "cifar100": (50_000, 10_000, 100),
@@ -74,9 +71,9 @@ def _may_differ(override: str) -> bool:
 
 @cache
 def _revision() -> str:
-    """A hash of what decides a count: the source of platform and tiers, the modules that count, and the presets."""
+    """A hash of what decides a count: fedloom's source and its presets."""
     digest = sha256(source_hash().encode())
-    for file in [*(CONF.parent / name for name in COUNTING), *sorted(CONF.rglob("*.yaml"))]:
+    for file in sorted([*CONF.parent.rglob("*.py"), *CONF.rglob("*.yaml")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
