@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext
+from fedloom.platform.averaging.server import of_shape
 from fedloom.platform.data.trees import single
 from fedloom.platform.plugins import PluginError, Registry, Shipped, blaming, is_import_path
 from fedloom.platform.seeding import torch_stream
@@ -187,11 +188,8 @@ def _colluding(attack: Attack, about: Collusion) -> Tensor:
 
 def _like(before: Tensor, attack: Attack, after: object) -> Tensor:
     """What an attack made of a tensor; PluginError for anything but a tensor of the same shape."""
-    if isinstance(after, Tensor) and after.shape == before.shape:
-        return after
-    made = f"the shape {tuple(after.shape)}" if isinstance(after, Tensor) else f"{after!r:.60}"
-    name, shape = f"{type(attack).__module__}:{type(attack).__name__}", tuple(before.shape)
-    raise PluginError(f"attack {name!r} gives {made} for a tensor of the shape {shape}: give one of the same shape")
+    name = f"{type(attack).__module__}:{type(attack).__name__}"
+    return of_shape(after, before, f"attack {name!r} gives", "a tensor", "one")
 
 
 # -- as a processor ----------------------------------------------------------------------------------------------------

@@ -195,15 +195,18 @@ def serve(
     return weights, after
 
 
-def checked_values(values: Tensor, like: Tensor, parameter: str, kind: str, rule: str) -> Tensor:
+def of_shape(values: object, like: Tensor, gives: str, part: str, needed: str) -> Tensor:
+    """What a user's code `gives` for a `part` of a model; PluginError for anything but a tensor of the same shape."""
+    if isinstance(values, Tensor) and values.shape == like.shape:
+        return values
+    actual = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)[:60]
+    raise PluginError(f"{gives} {actual} for {part} of the shape {tuple(like.shape)}: give {needed} of the same shape")
+
+
+def checked_values(values: object, like: Tensor, parameter: str, kind: str, rule: str) -> Tensor:
     """A region's new values; PluginError naming the rule for another shape, integers, or values that are not finite."""
     blame = f"{kind} {rule!r}"
-    if not isinstance(values, Tensor) or values.shape != like.shape:
-        actual = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)[:60]
-        raise PluginError(
-            f"{blame} gave {actual} for a region of {parameter} of the shape {tuple(like.shape)}: "
-            "give new values of the same shape"
-        )
+    values = of_shape(values, like, f"{blame} gave", f"a region of {parameter}", "new values")
     if not values.is_floating_point():
         raise PluginError(f"{blame} gave values of {values.dtype} for {parameter}: give floats")
     if is_import_path(rule) and not bool(torch.isfinite(values).all()):
