@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fedloom.experiments.ablation.in_process import is_serial, run_in_process
 from fedloom.experiments.ablation.launch import AblationEnd, resume_ablation, retry_failed, start_ablation
-from fedloom.experiments.ablation.running import ResultsPlace, kind_of
+from fedloom.experiments.ablation.running import ResultsLocation, kind_of
 from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.store.ablations import Ablation
 from fedloom.experiments.store.trials import FAILED, counted, trial_states
@@ -131,10 +131,10 @@ def run_here(ablation: Ablation, results: str, *, quiet: bool) -> AblationEnd:
             view.doing("checking the trials")
             if not is_serial(ablation) or ablation.scheduler["kind"] != "none":
                 return start_ablation(ablation, results, view)
-            place = ResultsPlace(results, check_results(results))
+            location = ResultsLocation(results, check_results(results))
             with suppress(KeyboardInterrupt):
-                run_in_process(ablation, place, view, is_new=True)
-            states = tuple(trial_states(place.root, ablation))
+                run_in_process(ablation, location, view, is_new=True)
+            states = tuple(trial_states(location.root, ablation))
             return AblationEnd(ablation.ablation_id, kind_of(states), states)
     except RayError as error:
         cause = " ".join(str(error).split())[:600]

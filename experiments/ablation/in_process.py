@@ -8,7 +8,7 @@ from fedloom.experiments.ablation.checks import Cluster, checked_trials
 from fedloom.experiments.ablation.plan import next_batch
 from fedloom.experiments.ablation.running import (
     AblationView,
-    ResultsPlace,
+    ResultsLocation,
     RunningAblation,
     TrialEvents,
     end_search,
@@ -27,7 +27,7 @@ def is_serial(ablation: Ablation) -> bool:
     return all(t.config["executor"]["kind"] == "serial" or t.config["dry_run"] for t in ablation.trials)
 
 
-def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, *, is_new: bool) -> None:
+def run_in_process(ablation: Ablation, location: ResultsLocation, view: AblationView, *, is_new: bool) -> None:
     """Runs or resumes the trials that are not done, in the order of the plan.
 
     A Bayesian search goes on until it has all of its points.
@@ -35,33 +35,33 @@ def run_in_process(ablation: Ablation, place: ResultsPlace, view: AblationView, 
     """
     begin = 0
     while True:
-        _run_trials(ablation, place, view, is_new=is_new, begin=begin)
-        longer = next_batch(place.root, ablation)
+        _run_trials(ablation, location, view, is_new=is_new, begin=begin)
+        longer = next_batch(location.root, ablation)
         if longer is None:
-            end_search(ablation, place)
+            end_search(ablation, location)
             return
-        write_ablation(place.root, longer, replaces=True)
+        write_ablation(location.root, longer, replaces=True)
         ablation, begin, is_new = longer, len(ablation.trials), False
 
 
-def _run_trials(ablation: Ablation, place: ResultsPlace, view: AblationView, *, is_new: bool, begin: int) -> None:
-    states = trial_states(place.root, ablation)[begin:]
+def _run_trials(ablation: Ablation, location: ResultsLocation, view: AblationView, *, is_new: bool, begin: int) -> None:
+    states = trial_states(location.root, ablation)[begin:]
     indices = [s.trial.index for s in states if s.state not in FINAL]
     left = [ablation.trials[index] for index in indices]
     # No resources are reserved: one trial at a time has the whole machine.
     machine = Cluster(({"CPU": UNLIMITED, "GPU": UNLIMITED if torch.cuda.is_available() else 0.0},))
     # A dry run has no actors, whatever its executor.
     serial = [replace(t, config={**t.config, "executor": {**t.config["executor"], "kind": "serial"}}) for t in left]
-    checked_trials(serial, place.root, machine, beside=ablation.trials)
+    checked_trials(serial, location.root, machine, beside=ablation.trials)
     if is_new:
-        write_ablation(place.root, ablation)
-    with RunningAblation(ablation, place, indices) as running:
-        wait_for_earlier_processes(place.root, left)
+        write_ablation(location.root, ablation)
+    with RunningAblation(ablation, location, indices) as running:
+        wait_for_earlier_processes(location.root, left)
         events = TrialEvents(view, running)
-        view.planned(ablation, trial_states(place.root, ablation), 1, len(left))
+        view.planned(ablation, trial_states(location.root, ablation), 1, len(left))
         for trial in left:
             identity = RunIdentity(trial.run_id, ablation.ablation_id, trial.index, {**trial.setting})
-            run = RunThread(Job(trial.index, {**trial.config, "results": place.results}, identity))
+            run = RunThread(Job(trial.index, {**trial.config, "results": location.results}, identity))
             events.started(trial.index)
             run.start()
             try:

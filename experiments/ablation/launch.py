@@ -17,7 +17,7 @@ from fedloom.experiments.ablation.checks import Checked, Cluster, checked_trials
 from fedloom.experiments.ablation.plan import next_batch
 from fedloom.experiments.ablation.running import (
     AblationView,
-    ResultsPlace,
+    ResultsLocation,
     RunningAblation,
     TrialEvents,
     check_idle,
@@ -64,32 +64,32 @@ def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) 
 
     Raises ValueError, before any file is written, for a trial that cannot run or does not fit the cluster.
     """
-    place = ResultsPlace(str(results), check_results(str(results)))
+    location = ResultsLocation(str(results), check_results(str(results)))
     indices = [trial.index for trial in ablation.trials]
-    with _checked(ablation, place, indices) as checked:
-        write_ablation(place.root, ablation)
-        with RunningAblation(ablation, place, indices) as running:
-            _tune(ablation, place, checked, TrialEvents(view, running))
-    return _searched(ablation, place, view, Resume(""))
+    with _checked(ablation, location, indices) as checked:
+        write_ablation(location.root, ablation)
+        with RunningAblation(ablation, location, indices) as running:
+            _tune(ablation, location, checked, TrialEvents(view, running))
+    return _searched(ablation, location, view, Resume(""))
 
 
-def _searched(ablation: Ablation, place: ResultsPlace, view: AblationView, how: Resume) -> AblationEnd:
+def _searched(ablation: Ablation, location: ResultsLocation, view: AblationView, how: Resume) -> AblationEnd:
     """Runs the further batches of a Bayesian search, until it has all of its points or is interrupted."""
-    end = _end(ablation, place.root)
+    end = _end(ablation, location.root)
     with ExitStack() as cluster:
         is_connected = False
         while end.kind in ("done", "failed"):
-            longer = next_batch(place.root, ablation)
+            longer = next_batch(location.root, ablation)
             if longer is None:
-                end_search(ablation, place, take_over=how.take_over)
+                end_search(ablation, location, take_over=how.take_over)
                 break
             if not is_connected:
                 cluster.enter_context(connected(config_from_dict(ablation.trials[0].config).ray))
                 is_connected = True
             indices = range(len(ablation.trials), len(longer.trials))
             ablation = longer
-            write_ablation(place.root, ablation, replaces=True)
-            end = _again(ablation, place, view, indices, how, is_connected=True)
+            write_ablation(location.root, ablation, replaces=True)
+            end = _again(ablation, location, view, indices, how, is_connected=True)
     return end
 
 
@@ -106,12 +106,12 @@ def resume_ablation(
     Trials that are done, were stopped early, were refused or failed stay as they are. `changed_plugins` and
     `take_over` are those of `resume_run`.
     """
-    place = _fetched(ablation, results)
+    location = _fetched(ablation, results)
     ended = (*FINAL, "failed", "refused")
-    indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state not in ended]
+    indices = [s.trial.index for s in trial_states(location.root, ablation) if s.state not in ended]
     how = Resume("", changed_plugins, take_over)
-    _again(ablation, place, view, indices, how)
-    return _searched(ablation, place, view, how)
+    _again(ablation, location, view, indices, how)
+    return _searched(ablation, location, view, how)
 
 
 def retry_failed(
@@ -126,24 +126,24 @@ def retry_failed(
 
     Raises ValueError if no trial has failed.
     """
-    place = _fetched(ablation, results)
-    indices = [s.trial.index for s in trial_states(place.root, ablation) if s.state in FAILED]
+    location = _fetched(ablation, results)
+    indices = [s.trial.index for s in trial_states(location.root, ablation) if s.state in FAILED]
     if not indices:
         raise ValueError(f"no trial of {ablation.ablation_id} has failed: --resume runs those that were not yet run")
     how = Resume("", changed_plugins, take_over)
-    end = _again(ablation, place, view, indices, how)
-    return _searched(ablation, place, view, how) if end.kind in ("done", "failed") else end
+    end = _again(ablation, location, view, indices, how)
+    return _searched(ablation, location, view, how) if end.kind in ("done", "failed") else end
 
 
-def _fetched(ablation: Ablation, results: str | Path) -> ResultsPlace:
-    place = ResultsPlace(str(results), fetch(results, [ablation.ablation_id], tensors=False, ablations=True))
-    check_idle(ablation, place.root)
-    return place
+def _fetched(ablation: Ablation, results: str | Path) -> ResultsLocation:
+    location = ResultsLocation(str(results), fetch(results, [ablation.ablation_id], tensors=False, ablations=True))
+    check_idle(ablation, location.root)
+    return location
 
 
 def _again(
     ablation: Ablation,
-    place: ResultsPlace,
+    location: ResultsLocation,
     view: AblationView,
     indices: Sequence[int],
     how: Resume,
@@ -151,19 +151,19 @@ def _again(
     is_connected: bool = False,
 ) -> AblationEnd:
     if not indices:  # no trial is left; writes the status in case the driver was killed before it did
-        with RunningAblation(ablation, place, indices, take_over=how.take_over):
-            return _end(ablation, place.root)
-    with _checked(ablation, place, indices, is_connected=is_connected) as checked:
-        check_idle(ablation, place.root)  # again: another driver may have started while Ray was starting
-        with RunningAblation(ablation, place, indices, take_over=how.take_over) as running:
-            wait_for_earlier_processes(place.root, [ablation.trials[i] for i in indices])
-            _tune(ablation, place, checked, TrialEvents(view, running), how)
-    return _end(ablation, place.root)
+        with RunningAblation(ablation, location, indices, take_over=how.take_over):
+            return _end(ablation, location.root)
+    with _checked(ablation, location, indices, is_connected=is_connected) as checked:
+        check_idle(ablation, location.root)  # again: another driver may have started while Ray was starting
+        with RunningAblation(ablation, location, indices, take_over=how.take_over) as running:
+            wait_for_earlier_processes(location.root, [ablation.trials[i] for i in indices])
+            _tune(ablation, location, checked, TrialEvents(view, running), how)
+    return _end(ablation, location.root)
 
 
 @contextmanager
 def _checked(
-    ablation: Ablation, place: ResultsPlace, indices: Sequence[int], *, is_connected: bool = False
+    ablation: Ablation, location: ResultsLocation, indices: Sequence[int], *, is_connected: bool = False
 ) -> Iterator[list[Checked]]:
     """Checks the trials of these indices and, unless `is_connected`, connects to the cluster within the block."""
     chosen = [ablation.trials[i] for i in indices]
@@ -178,12 +178,12 @@ def _checked(
         raise ValueError("ray.detached=true is for fedloom run: an ablation goes on by itself with fedloom submit")
     if starts_ray:  # the resources are known before Ray is started, which takes seconds
         cluster = Cluster((own_resources(ray_config),))
-        checked = checked_trials(chosen, place.root, cluster, **limits)
+        checked = checked_trials(chosen, location.root, cluster, **limits)
     with nullcontext() if is_connected else connected(ray_config):
         if not starts_ray:
             nodes = ray.nodes()  # type: ignore[no-untyped-call]
             cluster = Cluster(tuple(node["Resources"] for node in nodes if node["Alive"]))
-            checked = checked_trials(chosen, place.root, cluster, **limits)
+            checked = checked_trials(chosen, location.root, cluster, **limits)
         yield checked
 
 
@@ -193,7 +193,11 @@ def is_own(ablation: Ablation) -> bool:
 
 
 def _tune(
-    ablation: Ablation, place: ResultsPlace, checked: Sequence[Checked], events: TrialEvents, how: Resume | None = None
+    ablation: Ablation,
+    location: ResultsLocation,
+    checked: Sequence[Checked],
+    events: TrialEvents,
+    how: Resume | None = None,
 ) -> None:
     """Runs the checked trials until they end or until Ctrl-C."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
@@ -201,20 +205,20 @@ def _tune(
     from fedloom.experiments.ablation.trial import Job
     from fedloom.experiments.ablation.tuning import Work, tune_trials
 
-    states = trial_states(place.root, ablation)
+    states = trial_states(location.root, ablation)
     at_once = max(1, min(len(checked), *(c.at_once for c in checked), ablation.concurrent or len(checked)))
     while_read(events.view.planned, ablation, states, at_once, len(checked))
     stage = checked[0].compared_stage
     work = []
     for c in checked:
         identity = RunIdentity(c.trial.run_id, ablation.ablation_id, c.trial.index, {**c.trial.setting})
-        config = {**_absolute(c.trial.config), "results": place.of_trials}
+        config = {**_absolute(c.trial.config), "results": location.of_trials}
         resume = replace(how or Resume(""), run_id=c.trial.run_id)
         job = Job(c.trial.index, config, identity, c.compared_stage, resume=resume)
         work.append(Work(job, c.bundles, c.supernet))
     if stage is not None:  # a new scheduler first receives the rounds of trials that have ended
         ended = [s.trial for s in states if s.trial.index not in events.ablation.indices and s.status is not None]
-        configs = [{**trial.config, "results": place.of_trials} for trial in ended]
+        configs = [{**trial.config, "results": location.of_trials} for trial in ended]
         replays = [
             Job(trial.index, config, RunIdentity(trial.run_id), stage, replay=True)
             for trial, config in zip(ended, configs, strict=True)
@@ -225,7 +229,7 @@ def _tune(
         tune_trials(
             work,
             pin=not is_own(ablation),
-            is_stored=lambda key: stored_supernet(place.root, key) is not None,
+            is_stored=lambda key: stored_supernet(location.root, key) is not None,
             scheduler=ablation.scheduler,
             attempts=ablation.attempts,
             concurrent=ablation.concurrent,

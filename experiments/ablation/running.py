@@ -68,7 +68,7 @@ class AblationView(Protocol):
 
 
 @dataclass(frozen=True)
-class ResultsPlace:
+class ResultsLocation:
     """Location of the results: the folder or URL as given, and the folder on this machine."""
 
     results: str
@@ -127,7 +127,7 @@ class RunningAblation:
     def __init__(
         self,
         ablation: Ablation,
-        place: ResultsPlace,
+        location: ResultsLocation,
         indices: Sequence[int],
         *,
         take_over: bool = False,
@@ -135,7 +135,7 @@ class RunningAblation:
     ) -> None:
         self._is_over = is_last or ablation.points_left <= 0
         self._take_over = take_over
-        self.ablation, self.place, self.root = ablation, place, place.root
+        self.ablation, self.location, self.root = ablation, location, location.root
         self.indices = frozenset(indices)
         self._ends: dict[int, End] = {}
         self._done = 0
@@ -145,7 +145,7 @@ class RunningAblation:
     def __enter__(self) -> "RunningAblation":
         with ExitStack() as contexts:
             what = f"ablation {self.ablation.ablation_id}"
-            folder, results = self.ablation.folder(self.root), self.place.results
+            folder, results = self.ablation.folder(self.root), self.location.results
             self._ownership = contexts.enter_context(owned(folder, what, results, self.root, take_over=self._take_over))
             self._status = StatusFile(self.ablation.folder(self.root) / STATUS)
             self._ends = {i: e for i, e in read_ends(self.root, self.ablation).items() if i not in self.indices}
@@ -179,7 +179,7 @@ class RunningAblation:
 
     def _mark(self, trial: Trial, message: str) -> None:
         try:
-            mark_interrupted(self.place.results, RunPaths(self.root, trial.experiment, trial.run_id), message)
+            mark_interrupted(self.location.results, RunPaths(self.root, trial.experiment, trial.run_id), message)
         except (OSError, ValueError) as error:
             logger.warning("run %s was not sent: %s", trial.run_id, error)
 
@@ -192,22 +192,22 @@ class RunningAblation:
         self._status.write("running", round=self._done)
 
     def _send_beats(self) -> None:
-        if is_remote(self.place.results):
+        if is_remote(self.location.results):
             while not self._over.wait(SEND_S):
                 self._send()
 
     def _send(self) -> None:
         try:
             self._ownership.ask()
-            mirror_folder(self.place.results, f"{FOLDER}/{self.ablation.ablation_id}")
+            mirror_folder(self.location.results, f"{FOLDER}/{self.ablation.ablation_id}")
         except (OSError, ValueError, OwnershipLostError) as error:
             logger.warning("the ablation's status and the ends of its trials were not sent: %s", error)
 
 
-def end_search(ablation: Ablation, place: ResultsPlace, *, take_over: bool = False) -> None:
+def end_search(ablation: Ablation, location: ResultsLocation, *, take_over: bool = False) -> None:
     """Writes the status of a Bayesian search that has points left and suggests none."""
     if ablation.points_left > 0:
-        with RunningAblation(ablation, place, (), take_over=take_over, is_last=True):
+        with RunningAblation(ablation, location, (), take_over=take_over, is_last=True):
             pass
 
 

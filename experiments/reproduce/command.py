@@ -27,7 +27,7 @@ from fedloom.experiments.terminal import OK, complain, console, of_run_end, tell
 from fedloom.platform.results.copies import check_results
 
 if TYPE_CHECKING:
-    from fedloom.experiments.ablation.running import AblationView, ResultsPlace
+    from fedloom.experiments.ablation.running import AblationView, ResultsLocation
 
 DONE, INTERRUPTED = "done", "interrupted"
 """Ends of an ablation."""
@@ -142,32 +142,32 @@ def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "Ablati
     # Imported here: these import torch and Ray, which showing tables does not need.
     from fedloom.experiments.ablation.in_process import is_serial, run_in_process
     from fedloom.experiments.ablation.plan import planned_ablation
-    from fedloom.experiments.ablation.running import ResultsPlace, check_idle, kind_of
+    from fedloom.experiments.ablation.running import ResultsLocation, check_idle, kind_of
 
-    place = ResultsPlace(str(results), check_results(str(results)))
-    is_new = not (place.root / FOLDER / part.ablation_id / PLAN).exists()
+    location = ResultsLocation(str(results), check_results(str(results)))
+    is_new = not (location.root / FOLDER / part.ablation_id / PLAN).exists()
     if is_new:
         ablation = planned(item, part, wanted, results)
     else:
-        ablation = planned_ablation(place.root, part.ablation_id, wanted.free)
-        check_idle(ablation, place.root)
-    if is_new or any(state.state not in FINAL for state in trial_states(place.root, ablation)):
+        ablation = planned_ablation(location.root, part.ablation_id, wanted.free)
+        check_idle(ablation, location.root)
+    if is_new or any(state.state not in FINAL for state in trial_states(location.root, ablation)):
         run = run_in_process if is_serial(ablation) else _run_on_ray
-        run(ablation, place, view, is_new=is_new)
-    return kind_of(trial_states(place.root, ablation))
+        run(ablation, location, view, is_new=is_new)
+    return kind_of(trial_states(location.root, ablation))
 
 
-def _run_on_ray(ablation: Ablation, place: "ResultsPlace", view: "AblationView", *, is_new: bool) -> None:
+def _run_on_ray(ablation: Ablation, location: "ResultsLocation", view: "AblationView", *, is_new: bool) -> None:
     from fedloom.experiments.ablation.launch import resume_ablation, retry_failed, start_ablation
 
     if is_new:
-        start_ablation(ablation, place.results, view)
+        start_ablation(ablation, location.results, view)
         return
-    states = {state.state for state in trial_states(place.root, ablation)}
+    states = {state.state for state in trial_states(location.root, ablation)}
     if states - {*FINAL, "failed", "refused"}:
-        resume_ablation(ablation, place.results, view)
-    if any(state.state in FAILED for state in trial_states(place.root, ablation)):
-        retry_failed(ablation, place.results, view)
+        resume_ablation(ablation, location.results, view)
+    if any(state.state in FAILED for state in trial_states(location.root, ablation)):
+        retry_failed(ablation, location.results, view)
 
 
 def _show(outcome: Outcome, file: Path | None, *, as_json: bool) -> None:

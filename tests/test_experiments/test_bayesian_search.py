@@ -11,7 +11,7 @@ from fedloom.experiments.ablation.bayesian import Known, known_points, suggested
 from fedloom.experiments.ablation.config import AxisConfig
 from fedloom.experiments.ablation.in_process import run_in_process
 from fedloom.experiments.ablation.plan import next_batch, plan_ablation
-from fedloom.experiments.ablation.running import ResultsPlace, RunningAblation, end_search
+from fedloom.experiments.ablation.running import ResultsLocation, RunningAblation, end_search
 from fedloom.experiments.analysis.ablation import load_ablation
 from fedloom.experiments.report.ablation import ablation_content
 from fedloom.experiments.report.history import history_picture
@@ -108,9 +108,9 @@ def test_a_stopped_search_goes_on_as_it_would_have(tmp_path: Path) -> None:
         for begun, after in enumerate(stops):
             stored = find_ablation(root, ablation.ablation_id) if begun else ablation
             with pytest.raises(KeyboardInterrupt):
-                run_in_process(stored, ResultsPlace(str(root), root), View(after), is_new=not begun)
+                run_in_process(stored, ResultsLocation(str(root), root), View(after), is_new=not begun)
         stored = find_ablation(root, ablation.ablation_id) if stops else ablation
-        run_in_process(stored, ResultsPlace(str(root), root), View(3), is_new=not stops)
+        run_in_process(stored, ResultsLocation(str(root), root), View(3), is_new=not stops)
         done, tables = load_ablation(root, ablation.ablation_id)
         assert [state.state for state in trial_states(root, done)] == ["done"] * 3
         settings.append([(trial.index, dict(trial.setting), trial.overrides) for trial in done.trials])
@@ -126,14 +126,14 @@ def test_a_stopped_search_goes_on_as_it_would_have(tmp_path: Path) -> None:
 
 def test_a_search_that_ends_between_two_batches_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ablation, root = plan_ablation(arguments(tmp_path)), tmp_path / "results"
-    place, status = ResultsPlace(str(root), root), ablation.folder(root) / STATUS
+    location, status = ResultsLocation(str(root), root), ablation.folder(root) / STATUS
     monkeypatch.setattr(running, "trial_states", lambda _, of: [TrialState(trial, "done") for trial in of.trials])
     write_ablation(root, ablation)
     assert ablation.points_left == 1
-    with RunningAblation(ablation, place, ()):
+    with RunningAblation(ablation, location, ()):
         pass
     assert read_status(status).state == "interrupted"
-    end_search(ablation, place)
+    end_search(ablation, location)
     assert read_status(status).state == "done"
 
 
