@@ -112,7 +112,8 @@ def subnets(tables: Tables, labels: Labels) -> pd.DataFrame:
     models, runs = (SUPERNET, SEARCHED, ALONE), runs_of_kind(tables, SUBNETS)
     rows = where(tables.evaluations, stage="evaluation", run_id=runs, model=models)
     rows = rows[rows["client_id"].isna()]
-    names = rows["metric"].where(rows["split"].isna(), rows["split"].astype(object) + "_" + rows["metric"])
+    metric = rows["metric"].astype(object)  # pandas 3.0 cannot add a column of text to one that has no text at all
+    names = metric.where(rows["split"].isna(), rows["split"].astype(object) + "_" + metric)
     target = rows["tier"].astype(object).where(rows["model"] == SEARCHED, "")
     rows = rows.assign(name=names, target=target)
     key = ["experiment", "run_id", "model", "target", "architecture"]

@@ -190,6 +190,18 @@ def test_the_summary_has_no_rows_of_tiers_samples_or_stages(tmp_path: Path) -> N
     assert per_tier(load(tmp_path)).empty
 
 
+def test_subnets_of_which_only_the_costs_are_known_have_no_qualities(tmp_path: Path) -> None:
+    writer = begin(tmp_path, "r1", "elastic", config())
+    place = {"stage": "evaluation", "round": 0, "model": "supernet", "tier": "server", "architecture": SMALLEST}
+    for metric, cost in (("macs", 100), ("parameters", 200)):
+        writer.add("evaluations", **place, metric=metric, value=cost)
+    writer.close()
+    tables = load(tmp_path)
+    frame = subnets(tables, labels_of(tables))
+    assert frame[["macs", "parameters"]].values.tolist() == [[100, 200]]
+    assert frame[["validation_accuracy", "test_accuracy"]].isna().all(axis=None)
+
+
 def test_members_stand_in_the_order_of_their_evaluation(tmp_path: Path) -> None:
     write_alone(tmp_path, "r1", FAMILY)
     tables = load(tmp_path)
