@@ -14,6 +14,7 @@ from typing import Any
 
 from fedloom.experiments.analysis.settings import estimate
 from fedloom.experiments.analysis.tables import load_paths
+from fedloom.experiments.reproduce.claims import NOT_RUN, verdicts
 from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Claim, Item, Read, Scale, read_counted
 from fedloom.experiments.reproduce.measure import Measured, Runs, Values, done_runs, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
@@ -57,7 +58,7 @@ class Record:
         runs: how many of the item's runs are in it, and how many the item has.
         computed: a hash of what the runs of these ablations compute, with the presets' content.
         reads: a hash of how the quantities with values are read.
-        claims: a hash of each claim of the item when it was recorded; earlier records have none.
+        claims: a hash of each claim that was made before values that judge it were recorded; earlier records have none.
         seeds: the seeds of the runs.
         code: the commits, versions and processors with which the runs were computed, as text.
         day: when it was recorded, as 2026-11-23.
@@ -383,7 +384,7 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
         hours=float(f"{hours:.3g}"),
         values=values,
         earlier=earlier,
-        claims=tuple(claim_hash(claim, item) for claim in item.claims),
+        claims=tuple(_claims_made_before(item, asked, known)),
         seeds=scale.seeds,
         code=tuple(dict.fromkeys([*(() if others is None else others.code), *code])),
     )
@@ -396,6 +397,17 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     content = {**vars(new), "values": by_setting}
     write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
     return file
+
+
+def _claims_made_before(item: Item, asked: Asked, known: Record | None) -> Iterator[str]:
+    """The hashes of the claims that were as they are before any value that judges them was recorded."""
+    judged: set[str] = set()
+    if known is not None and known.claims:  # records without hashes do not say which claims have changed
+        scale = item.scales[asked.scale]
+        before = measured(item, scale, [], known.values)
+        found = verdicts(item, asked.scale, before, [*scale.settings], scale.seeds)[1]
+        judged = {claim_hash(v.claim, item) for v in found if v.state != NOT_RUN} - {*known.claims}
+    yield from (text for claim in item.claims if (text := claim_hash(claim, item)) not in judged)
 
 
 def _runs_with_values(record: Record) -> set[tuple[str, int]]:

@@ -376,12 +376,17 @@ def test_a_record_keeps_its_values_when_an_item_runs_more(command: Command, resu
     assert command(str(alone), *there)[0] == 0
     assert command(str(other), "--show", "--record", *there)[0] == 0
     both, before = json.loads(record.read_bytes()), json.loads(first)
+    assert both["claims"] == before["claims"]
     assert (both["runs"], [*both["values"]["bytes"]]) == ([9, 9], ["short", "long", "again"])
     assert both["ablations"][:1] == before["ablations"]
     assert both["values"]["bytes"]["long"] == before["values"]["bytes"]["long"]
     assert both["hours"] >= before["hours"]
     found = read(command, *shown)
     assert ("from 9 runs" in found["recorded"], found["missing"]) == (True, [])
+    record.write_bytes(first)
+    other.write_text(other.read_text().replace("by: 100", "by: -100"))  # after the values that judge it were seen
+    assert command(str(other), "--show", "--record", *there)[0] == 0
+    assert json.loads(record.read_bytes())["claims"] == before["claims"][:2]
     code, _, err = command(str(other), "--show", "--record", *there)  # would lose tab1's
     assert (code, "has 9 runs, this folder 3: delete the file" in err) == (2, True)
 
