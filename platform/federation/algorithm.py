@@ -234,6 +234,7 @@ class Round:
         local: the clients' local training in this round: its hyper-parameters, optimiser and local rule.
         rules: the rules of the stage.
         scored: whether clients score their models on validation data after training, if their task supports it.
+        draw: how many cohorts began in the round before this one: above 0 only in rounds that do not wait for all.
     """
 
     world: World
@@ -244,6 +245,7 @@ class Round:
     local: LocalSGD
     rules: Rules
     scored: bool
+    draw: int = 0
 
 
 class BegunRound(NamedTuple):
@@ -433,7 +435,7 @@ class TrainingStage:
             memory = cohort.memory
             begun = self._begun(state, cohort)
             assignments, answers = self.asynchronous.plan(
-                *(index, starts_s, state.data, cohort), draw, partial(self._begun_in, state, cohort, begun)
+                *(index, starts_s, state.data, cohort), draw, partial(self._begun_in, state, begun)
             )
             if self.asynchronous.rule is not None:
                 received = {name: state.weights(name or group) for name in (None, *self._older(state))}
@@ -471,13 +473,13 @@ class TrainingStage:
         """Whether the weights are scored before a round."""
         return self.config.evaluate_every > 0 and index % self.config.evaluate_every == 0
 
-    def _begun(self, state: RunState, cohort: Cohort, starts_s: float | None = None) -> BegunRound:
+    def _begun(self, state: RunState, cohort: Cohort, starts_s: float | None = None, draw: int = 0) -> BegunRound:
         """The assignments of a cohort that begins in a round, in plan order; `starts_s` is its common start, if any."""
         world, config, index = self.world, self.config, state.round
         client_ids = world.in_plan_order(cohort.client_ids)
         scored = self._is_due(index) or (config.evaluate_every > 0 and index == config.rounds - 1)
         local = self._local_sgd(index)
-        round_ = Round(world, self.name, index, state, client_ids, local, self.rules, scored)
+        round_ = Round(world, self.name, index, state, client_ids, local, self.rules, scored, draw)
         round_tasks = answered("the stage's tasks", self.tasks(round_), RoundTasks)
         if len(round_tasks.tasks) != len(client_ids):
             raise ValueError(
@@ -502,18 +504,18 @@ class TrainingStage:
     # -- rounds that do not wait for all ----------------------------------------------------------------------------
 
     def _begun_in(
-        self, state: RunState, first: Cohort, begun: BegunRound, index: int, cohort: Cohort, data: Mapping[str, Any]
+        self, state: RunState, begun: BegunRound, index: int, draw: int, cohort: Cohort, data: Mapping[str, Any]
     ) -> dict[int, Assignment]:
         """The assignments, by client id, of a cohort that begins in round `index`: the current or an earlier one.
 
-        `begun` holds those of the current round's `first` cohort.
+        `begun` holds those of the current round's first cohort.
         """
-        if index == state.round and cohort is not first:
-            begun = self._begun(state, cohort)
+        if index == state.round and draw:
+            begun = self._begun(state, cohort, draw=draw)
         elif index != state.round:
             weights = state.groups[self._received_in(index)]
             groups = {**state.groups, self.group: weights}
-            begun = self._begun(replace(state, round=index, data=data, groups=groups), cohort)
+            begun = self._begun(replace(state, round=index, data=data, groups=groups), cohort, draw=draw)
         return {client_of(assignment): assignment for assignment in begun.assignments}
 
     def _received_in(self, index: int) -> str:

@@ -205,13 +205,13 @@ class Asynchronous:
         data: Mapping[str, Any],
         cohort: Cohort,
         draw: Callable[[float, int, Collection[int], int], Cohort],
-        assignments: Callable[[int, Cohort, Mapping[str, Any]], Mapping[int, Assignment]],
+        assignments: Callable[[int, int, Cohort, Mapping[str, Any]], Mapping[int, Assignment]],
     ) -> tuple[list[Assignment], Answers]:
         """The round's events as assignments in plan order, and its `Answers`.
 
         `draw(time, count, busy, number)` draws a further cohort of clients that are not busy when the first one does
-        not suffice; `number` counts the draws. `assignments(round, cohort, data)` makes the assignments of a cohort
-        that begins in a round; it is called again after a resume, and must then return the same.
+        not suffice; `number` counts the draws. `assignments(round, number, cohort, data)` makes the assignments of the
+        round's `number`-th cohort; it is called again after a resume, and must then return the same.
         """
         at_work, stale = self._at_work(data, round_)
         begun = {int(number): Begun.of(stored) for number, stored in data.get(BEGUN, {}).items()}
@@ -222,18 +222,18 @@ class Asynchronous:
         for number, (of_round, values) in begun.items():
             if number not in self._begun:
                 made = dict[int, Assignment]()
-                for each in of_round:
-                    made |= assignments(number, each, values)
+                for count, each in enumerate(of_round):
+                    made |= assignments(number, count, each, values)
                 self._begun[number] = made
 
         def more(time_s: float, count: int) -> Sequence[int]:
             if not self.goes_on:
                 return ()
-            drawn = draw(time_s, count, taken, len(cohorts))
+            drawn = draw(time_s, count, taken, number := len(cohorts))
             if drawn.client_ids:
                 cohorts.append(drawn)
                 taken.update(drawn.client_ids)
-                self._begun[round_] = {**self._begun[round_], **assignments(round_, drawn, method_data)}
+                self._begun[round_] = {**self._begun[round_], **assignments(round_, number, drawn, method_data)}
             return drawn.client_ids
 
         def begin(client_id: int, time_s: float) -> Flight | None:

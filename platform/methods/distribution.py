@@ -34,7 +34,7 @@ class Distribution:
         budgets: the largest cost of a subnet per client, in the table's unit; infinite without tier awareness.
         family: the configured fixed family, in its order.
         served: how often each client got the largest and the smallest subnet in earlier rounds.
-        rng: the round's random stream.
+        rng: the cohort's random stream, which is the round's but for the further cohorts of a round that does not wait.
     """
 
     space: SearchSpace

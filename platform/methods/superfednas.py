@@ -273,11 +273,12 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     rules, clients = rules_of(config, "method.train", own_rules), answers_per_round(config, world.num_clients)
     heuristic, shares_rule = rules.more["distribution.heuristic"], rules.more["shares.rule"]
 
-    def distribution(index: int, client_ids: tuple[int, ...], served: Served) -> Distribution:
-        """A heuristic's input for a round: the clients in ascending order, and their budgets."""
+    def distribution(index: int, client_ids: tuple[int, ...], served: Served, draw: int = 0) -> Distribution:
+        """A heuristic's input for a cohort of a round: the clients in ascending order, and their budgets."""
         aware = config.distribution.tier_aware
         budgets = tuple(world.training_budget(c, SUPERNET, index) if aware else inf for c in client_ids)
-        rng = stream(world.config.seed_for("training"), "distribution", SUPERNET, index)
+        further = (draw,) if draw else ()
+        rng = stream(world.config.seed_for("training"), "distribution", SUPERNET, index, *further)
         return Distribution(space, world.cost_table, index, client_ids, budgets, family, served, rng)
 
     if slices:
@@ -286,7 +287,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
 
     def give(round_: Round) -> RoundTasks:
         client_ids, served = tuple(sorted(round_.client_ids)), round_.state.data[SERVED]
-        subnets = distribute(heuristic, distribution(round_.index, client_ids, served))
+        subnets = distribute(heuristic, distribution(round_.index, client_ids, served, round_.draw))
         tasks = [TrainShare(Subnet(subnets[c]), round_.local, rules.weighting) for c in round_.client_ids]
         shares = shared(round_.state.round, tasks)
         # The clients of an asynchronous round get shares when they answer: others may have begun alone.

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedloom.platform.federation.asynchronous import Asynchronous, Begun, Flight
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.selection import Cohort
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
+from fedloom.platform.methods.distribution import Distribution, distribute
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.shares import SharesConfig
@@ -298,6 +300,25 @@ def test_maxnet_shares_a_round_among_those_who_answer(
         assert sorted(shares) == pytest.approx([0.05, 0.05, 0.9]) or shares == [1, 1, 1], "none has the largest subnet"
     assert [1, 1, 1] in rounds
     assert any(max(shares) < 1 for shares in rounds)
+
+
+def test_every_cohort_of_a_round_draws_subnets_of_its_own(
+    elastic_config: Make, run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: dict[tuple[int, tuple[int, ...]], float] = {}
+
+    def seen(heuristic: Any, distribution: Distribution) -> Any:
+        cohort = (distribution.round, distribution.client_ids)
+        value = deepcopy(distribution.rng).random()
+        assert streams.setdefault(cohort, value) == value, "a cohort that is planned again gets the same"
+        return distribute(heuristic, distribution)
+
+    monkeypatch.setattr("fedloom.platform.methods.superfednas.distribute", seen)
+    lossy = replace(SLOW_AND_FAST, dropout=0.5)
+    train = {"rounds": 4, "asynchronous": "fedbuff", "arrivals": 3, "evaluate_every": 0}
+    run_in_memory(elastic_config(train=train, devices=lossy))
+    assert len(streams) > len({round_ for round_, _ in streams}), "lost clients make room for others in the same round"
+    assert len({*streams.values()}) == len(streams)
 
 
 def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
