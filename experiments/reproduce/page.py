@@ -63,7 +63,7 @@ def picture(outcome: Outcome) -> Picture | None:
     for axes, rows in zip(figure.subplots(1, len(shown), squeeze=False, width_ratios=widths_in)[0], shown, strict=True):
         _panel(axes, rows, drawn)
     if len(named) > 1:
-        dots = [legend_line(color=drawn[s][0], marker=drawn[s][1], linestyle="", label=s) for s in named]
+        dots = [legend_line(color=drawn[s][0], marker=drawn[s][1], linestyle="", label=s) for s in named if s]
         legend_below(figure, dots, 2 * len(shown))
     item = outcome.item
     left_out = (
