@@ -14,7 +14,7 @@ from typing import Any
 
 from fedloom.experiments.analysis.settings import estimate
 from fedloom.experiments.analysis.tables import load_paths
-from fedloom.experiments.reproduce.claims import NOT_RUN, verdicts
+from fedloom.experiments.reproduce.claims import NOT_RUN, verdict
 from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Claim, Item, Read, Scale, read_counted
 from fedloom.experiments.reproduce.measure import Measured, Runs, Values, done_runs, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
@@ -401,13 +401,15 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
 
 def _claims_made_before(item: Item, asked: Asked, known: Record | None) -> Iterator[str]:
     """The hashes of the claims that were as they are before any value that judges them was recorded."""
-    judged: set[str] = set()
-    if known is not None and known.claims:  # records without hashes do not say which claims have changed
-        scale = item.scales[asked.scale]
-        before = measured(item, scale, [], known.values)
-        found = verdicts(item, asked.scale, before, [*scale.settings], scale.seeds)[1]
-        judged = {claim_hash(v.claim, item) for v in found if v.state != NOT_RUN} - {*known.claims}
-    yield from (text for claim in item.claims if (text := claim_hash(claim, item)) not in judged)
+    claims = {claim_hash(claim, item): claim for claim in item.claims}
+    if known is None or not known.claims:  # records without hashes do not say which claims have changed
+        yield from claims
+        return
+    scale = item.scales[asked.scale]
+    before = measured(item, scale, [], known.values)
+    for text, claim in claims.items():
+        if text in known.claims or verdict(claim, before, item, [*scale.settings], scale.seeds).state == NOT_RUN:
+            yield text
 
 
 def _runs_with_values(record: Record) -> set[tuple[str, int]]:

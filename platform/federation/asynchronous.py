@@ -210,8 +210,8 @@ class Asynchronous:
         """The round's events as assignments in plan order, and its `Answers`.
 
         `draw(time, count, busy, number)` draws a further cohort of clients that are not busy when the first one does
-        not suffice; `number` counts the draws. `assignments(round, number, cohort, data)` makes the assignments of the
-        round's `number`-th cohort; it is called again after a resume, and must then return the same.
+        not suffice; `number` counts the round's cohorts from 0. `assignments(round, number, cohort, data)` makes the
+        assignments of one of them; it is called again after a resume, and must then return the same.
         """
         at_work, stale = self._at_work(data, round_)
         begun = {int(number): Begun.of(stored) for number, stored in data.get(BEGUN, {}).items()}
@@ -219,17 +219,18 @@ class Asynchronous:
         self._begun = {number: made for number, made in self._begun.items() if number in begun}
         cohorts, taken = [cohort], {*(f.client_id for f in (*at_work, *stale)), *cohort.client_ids}
         begun[round_] = Begun(cohorts, method_data)
-        for number, (of_round, values) in begun.items():
-            if number not in self._begun:
+        for begun_in, (of_round, values) in begun.items():
+            if begun_in not in self._begun:
                 made = dict[int, Assignment]()
-                for count, each in enumerate(of_round):
-                    made |= assignments(number, count, each, values)
-                self._begun[number] = made
+                for number, each in enumerate(of_round):
+                    made |= assignments(begun_in, number, each, values)
+                self._begun[begun_in] = made
 
         def more(time_s: float, count: int) -> Sequence[int]:
             if not self.goes_on:
                 return ()
-            drawn = draw(time_s, count, taken, number := len(cohorts))
+            number = len(cohorts)
+            drawn = draw(time_s, count, taken, number)
             if drawn.client_ids:
                 cohorts.append(drawn)
                 taken.update(drawn.client_ids)

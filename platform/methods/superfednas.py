@@ -277,7 +277,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         """A heuristic's input for a cohort of a round: the clients in ascending order, and their budgets."""
         aware = config.distribution.tier_aware
         budgets = tuple(world.training_budget(c, SUPERNET, index) if aware else inf for c in client_ids)
-        further = (draw,) if draw else ()
+        further = (draw,) if draw else ()  # a first cohort draws as in a round that waits for all
         rng = stream(world.config.seed_for("training"), "distribution", SUPERNET, index, *further)
         return Distribution(space, world.cost_table, index, client_ids, budgets, family, served, rng)
 
