@@ -94,12 +94,12 @@ def compare(
     when experiments or names are compared, they may differ in anything. If there are several such groups, `within`
     names them.
     Columns: within, model, tier, subnet, value, n (seeds), mean and half_width (95 %, Student's t; null below three
-    seeds), values (a list, by seed), baseline; and for the comparison with the baseline: differs_in (all keys besides
-    `by`), test ("paired t" for equal seeds, "Welch t" for different seeds, "none" if either side has fewer than three
-    or if something that is not under test differs: an ignored key, or the runs of one name), over (the units of the
-    test, in words), compared (number of pairs, or of values of both sides), difference (of the means), difference_low
-    and difference_high (95 %), p_value (two-sided, not corrected for the number of rows; null if the values do not
-    vary).
+    seeds), values (a list, by seed), baseline; and for the comparison with the baseline: differs_in (all keys
+    besides `by`), test ("paired t" for equal seeds, "Welch t" for different seeds, "none" if either side has fewer
+    than three or an infinite value, or if something that is not under test differs: an ignored key, or the runs of
+    one name), over (the units of the test, in words), compared (number of pairs, or of values of both sides),
+    difference (of the means), difference_low and difference_high (95 %), p_value (two-sided, not corrected for the
+    number of rows; null if the values do not vary).
 
     `each="run"` compares the outcomes of runs (see `outcomes`), so that methods with different models can be compared.
 
@@ -340,11 +340,17 @@ def _paired(rows: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> tuple[np
 
 
 def difference(values: np.ndarray, baseline: np.ndarray, *, paired: bool) -> Difference:
-    """Student's t test for pairs, or Welch's t test, with its 95 % interval. Source: scipy.stats."""
+    """Student's t test for pairs, or Welch's t test, with its 95 % interval; none if a value is infinite.
+
+    Source: scipy.stats.
+    """
     from scipy import stats  # imported here, because it loads slowly and reports do not need it
 
     name, compared = ("paired t", len(values)) if paired else ("Welch t", len(values) + len(baseline))
-    mean = float(np.mean(values) - np.mean(baseline))
+    with np.errstate(invalid="ignore"):
+        mean = float(np.mean(values) - np.mean(baseline))
+    if not np.isfinite(mean):  # a loss of a diverged run
+        return Difference("none", compared, mean)
     rounding = _ROUNDING * max(float(np.abs(side).max()) for side in (values, baseline))
     if abs(mean) < rounding:
         mean = 0.0

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from fedloom.experiments import analysis
-from fedloom.experiments.analysis.compare import difference, paired
+from fedloom.experiments.analysis.compare import Difference, difference, paired
 
 WEIGHTING = "method.train.weighting"
 
@@ -73,6 +73,14 @@ def test_what_does_not_vary_has_no_p_value(pairs: Path) -> None:
     assert math.isnan(row["p_value"])
     shifted = difference(np.array([0.3, 0.4, 0.5]), np.array([0.2, 0.3, 0.4]), paired=True)
     assert (shifted.p_value, shifted.difference) == (None, pytest.approx(0.1))
+
+
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_the_loss_of_a_diverged_run_is_not_tested(is_paired: bool) -> None:
+    diverged, other = np.array([math.inf, 2.0, 3.0]), np.array([1.0, 2.0, 3.5])
+    assert difference(diverged, other, paired=is_paired) == Difference("none", 3 if is_paired else 6, math.inf)
+    assert difference(other, diverged, paired=is_paired).difference == -math.inf
+    assert math.isnan(difference(diverged, diverged, paired=is_paired).difference)
 
 
 def test_other_keys_make_groups_unless_they_are_ignored(runs: Any) -> None:
