@@ -51,6 +51,8 @@ ENDS_WITH = {
     "subnets": "any subnet of a supernet",
     "silos": "a model per client",
 }
+OF_ALL = ("fednas", "global_nas")
+"""Methods for silos that search with all clients for the one network of them all."""
 
 
 # -- what pages are filled with ---------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def fill_methods() -> str:
     rows = []
     for name, method in METHODS.items():
         first = doc_of(method).partition("\n")[0]
-        rows.append([f"[`{name}`]({name}.md)", first, ENDS_WITH[method.kind]])
+        rows.append([f"[`{name}`]({name}.md)", first, ENDS_WITH["shared" if name in OF_ALL else method.kind]])
     return table(["method", "what it is", "a run ends with"], rows)
 
 

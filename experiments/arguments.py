@@ -242,8 +242,8 @@ REPRODUCE_HELP = """Runs what a paper's table or figure needs, and says which of
   fedloom reproduce fedoras/tab6 --record             run it, and record the values beside the item
 
 A claim is shown if the 95 % interval over seeds says so at every place where it is made, contradicted if the interval
-excludes it at any, and not shown otherwise. Exit code 0: it ran, whatever the outcome; 2: unknown item or missing data,
-with a line that says which file goes where.
+excludes it at any (corrected for their number), and not shown otherwise. Exit code 0: it ran, whatever the outcome; 2:
+unknown item or missing data, with a line that says which file goes where.
 """
 
 EXPORT_HELP = """Writes a trained model as safetensors, torch.export and ONNX files, with a model card.
@@ -296,7 +296,7 @@ BOARD_HELP = """Serves a live web page of the results: runs, curves, ablations, 
   fedloom board                                  for this machine only; open the URL that it prints
   fedloom board --results /shared/results --port 9000
   ssh -L 8270:localhost:8270 HOST                on a remote machine: forward the port, then open http://localhost:8270
-  FEDLOOM_BOARD_TOKEN=SECRET fedloom board --host 0.0.0.0      for others, who need the token
+  FEDLOOM_BOARD_TOKEN=TOKEN fedloom board --host 0.0.0.0       for others, who need these 16 characters or more
 
 It only reads tables and status files, and never writes. The page loads nothing from other hosts.
 """

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,15 +85,15 @@ def make_tiers(
     lowers = (0.0, *uppers[:-1])
     gpus = _per_tier("num_gpus", num_gpus, len(uppers))
     cpus = _per_tier("num_cpus", num_cpus, len(uppers))
-    profiles = (profile,) * len(uppers) if isinstance(profile, str) else tuple(profile)
-    if len(profiles) != len(uppers):
-        raise ValueError(f"profile has {len(profiles)} values for {len(uppers)} tiers: give one value, or one per tier")
+    profiles = _per_tier("profile", profile, len(uppers))
     rows = zip(lowers, uppers, gpus, cpus, profiles, strict=True)
     return tuple(Tier(f"tier{i}", *row) for i, row in enumerate(rows, start=1))
 
 
-def _per_tier(name: str, value: float | Sequence[float], num_tiers: int) -> tuple[float, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * num_tiers
+def _per_tier(name: str, value: Any, num_tiers: int) -> tuple[Any, ...]:
+    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    if len(values) == 1:
+        values *= num_tiers
     if len(values) != num_tiers:
         raise ValueError(f"{name} has {len(values)} values for {num_tiers} tiers: give one value, or one per tier")
     return values

@@ -76,8 +76,12 @@ class TiersConfig:
     """
 
     count: Annotated[int, UP_TO_A_THOUSAND, "number of tiers"] = 4
-    rho_low: Annotated[float, PART, "share of random paths below the first inner bound"] = 0.0
-    rho_high: Annotated[float, PART, "share of random paths below the last inner bound"] = 0.95
+    rho_low: Annotated[
+        float, PART, "share of the sum of the random paths' costs, cheapest first, where the first tier ends; 0: even"
+    ] = 0.0
+    rho_high: Annotated[
+        float, PART, "share of the sum of the random paths' costs, cheapest first, where the last tier begins"
+    ] = 0.95
     upper_bounds: Annotated[
         list[Annotated[float, POSITIVE]] | None, "upper bounds in units of cost, instead of rho_low and rho_high"
     ] = None
@@ -111,10 +115,11 @@ class TiersConfig:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     num_gpus: Annotated[
         list[Annotated[float, Interval(ge=0, le=1024)]] | None,
-        "a client actor's share of a GPU per tier: 0, 1/k or whole; null: none",
+        "a client actor's share of a GPU per tier, or one share for all: 0, 1/k or whole; null: none",
     ] = None
     num_cpus: Annotated[
-        list[Annotated[float, Interval(gt=0, le=4096)]] | None, "a client actor's CPUs per tier; null: 1"
+        list[Annotated[float, Interval(gt=0, le=4096)]] | None,
+        "a client actor's CPUs per tier, or one number for all; null: 1",
     ] = None
 
 

@@ -1,8 +1,8 @@
 """Writes finished rounds to disk while the next round runs.
 
-A round is reported only when its rows are in the journal and its state in the checkpoint. One thread of the run's
-process writes both, in order, with at most one round waiting: clients do not wait for the disk, and a crash loses no
-reported round and at most the round in progress.
+A round is reported only when its rows are in the journal and, if it is one of every `checkpoint.every`, its state in
+the checkpoint. One thread of the run's process writes both, in order, with at most one round waiting: clients do not
+wait for the disk, and a crash loses the round in progress and what was reported since the last checkpoint.
 """
 
 import json

@@ -107,11 +107,16 @@ def test_fractions_of_one_cpu_are_taken() -> None:
     assert Tier("t", 0, 1, num_cpus=0.5).num_cpus == 0.5
 
 
+def test_one_value_is_that_of_every_tier() -> None:
+    tiers = make_tiers((1, 2), num_gpus=[0.25], profile="a")
+    assert [(tier.num_gpus, tier.num_cpus, tier.profile) for tier in tiers] == [(0.25, 1.0, "a")] * 2
+
+
 def test_a_wrong_number_of_values_is_refused() -> None:
     with pytest.raises(ValueError, match="num_gpus has 2 values for 3 tiers"):
         make_tiers((1, 2, 3), num_gpus=(0.5, 0.5))
-    with pytest.raises(ValueError, match="profile has 1 values for 3 tiers"):
-        make_tiers((1, 2, 3), profile=["phone"])
+    with pytest.raises(ValueError, match="profile has 2 values for 3 tiers"):
+        make_tiers((1, 2, 3), profile=["phone", "watch"])
     with pytest.raises(ValueError, match="no tier bounds"):
         make_tiers(())
     with pytest.raises(ValueError, match=r"tier tier2: bounds \(2, 1\]"):
