@@ -88,7 +88,7 @@ def test_who_can_gets_the_largest() -> None:
 
 def test_the_largest_is_favoured() -> None:
     shares = shares_of(
-        ComponentSpec("favoured:favoured", (("factor", 3.0),)), Sharing(SharesConfig(), 0, 1, 3, (False, True, False))
+        ComponentSpec("favoured:favoured", (("factor", 3.0),)), Sharing(SharesConfig(), 0, 1, (False, True, False))
     )
     assert list(shares.values) == [1.0, 3.0, 1.0]
     assert shares.schedules == {"factor": 3.0}

@@ -154,9 +154,8 @@ def privatised(
         weights[name] = torch.where(reached.to(old[name].device), changed, old[name])
         if name.endswith("running_var"):
             weights[name].clamp_(min=1e-3)  # noise may have made a variance negative
-        coverage[name] = {
-            whole_region(old[name]): Coverage(float(divisors.max()), max(1, round(float(divisors.max()))))
-        }
+        weight = float(divisors.max())
+        coverage[name] = {whole_region(old[name]): Coverage(weight, max(1, round(weight)), weight)}
     return Averaged(weights, coverage)
 
 

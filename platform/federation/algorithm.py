@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -287,6 +287,11 @@ def to_all(make: Callable[[Round], Task]) -> TasksOfRound:
     return lambda round_: RoundTasks([make(round_)] * len(round_.client_ids))
 
 
+def _with_share(assignment: Assignment, shares: Mapping[int, float]) -> Assignment:
+    client, task = client_of(assignment), cast(Any, assignment.task)
+    return replace(assignment, task=replace(task, share=shares[client])) if client in shares else assignment
+
+
 @dataclass(eq=False)
 class TrainingStage:
     """Federated rounds over one tensor group: select clients, send slices, train, average, evaluate.
@@ -307,8 +312,9 @@ class TrainingStage:
         tier: the tier whose model is trained, for rows of `evaluations`.
         data: JSON values added to the initial state.
         settled: whether scores of a round's new state may end the stage: not during a search or in early phases.
-        shares: in asynchronous rounds, given the round and the tasks of its answers, in plan order, the shares by which
-            they are weighted against each other; empty if all are 1.
+        shares: in rounds that end with their first answers, given the round and the tasks of these, in plan order, the
+            shares by which they are weighted against each other, and the schedules' values; None if all are 1. Tasks
+            have a field `share`.
         final: maps the last state to the one that the stage leaves behind.
         countable: whether the cost of every round is known without training, for dry runs.
     """
@@ -331,7 +337,7 @@ class TrainingStage:
     tier: str | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
     settled: Callable[[RunState], bool] = lambda _state: True
-    shares: Callable[[int, Sequence[Task]], Sequence[float]] = lambda _round, _tasks: ()
+    shares: Callable[[int, Sequence[Task]], tuple[Sequence[float], Mapping[str, float]]] | None = None
     final: Callable[[RunState], RunState] = lambda state: state
     countable: bool = True
     trains = True
@@ -363,6 +369,11 @@ class TrainingStage:
             )
         self.answers = self.cohort_size if self.asynchronous is None else self.asynchronous.arrivals
         check_cohort(self.rules, self.answers)
+        if config.min_contributors > self.answers > 0:
+            raise ValueError(
+                f"{self.rules.key}.min_contributors={config.min_contributors}: only {self.answers} clients take part "
+                f"in a round of {name}, so that nothing would ever be trained; lower it"
+            )
         if len(self.population):
             # Raises for wrong options before the run begins.
             self.selection.cohort(0, self.selection.begun(), self.selection.starts_s(0.0))
@@ -437,11 +448,16 @@ class TrainingStage:
             assignments, answers = self.asynchronous.plan(
                 *(index, starts_s, state.data, cohort), draw, partial(self._begun_in, state, begun)
             )
-            if self.asynchronous.rule is not None:
+            shares = dict[int, float]()
+            if self.shares is not None:
+                arriving = [a for a in assignments if client_of(a) in answers.answering]
+                values, schedules = self.shares(index, [a.task for a in arriving])
+                shares = {client_of(a): share for a, share in zip(arriving, values, strict=True)}
+                begun = begun._replace(schedules={**begun.schedules, **schedules})
+            if self.asynchronous.rule is None:
+                assignments = [_with_share(a, shares) for a in assignments]
+            else:
                 received = {name: state.weights(name or group) for name in (None, *self._older(state))}
-                arriving = [a for a in assignments if a.ignored is None]
-                values = self.shares(index, [a.task for a in arriving])
-                shares = {(a.client_id, a.staleness): v for a, v in zip(arriving, values, strict=bool(values))}
                 counted = self.asynchronous.counted(state.weights(self.group), received, self.server.parameters, shares)
                 answers = replace(answers, counted=counted)
                 # The clients that answer began in several rounds, and the server's side has to know them all.
@@ -612,7 +628,12 @@ class TrainingStage:
         A stage that changes the weights after `merge` calls this again.
         """
         sent = self.processing.sent(self.processing.context(index, state.weights(self.group), state.data))
-        return state if sent is None else state.with_group(self.sent_group, sent)
+        if sent is None:
+            return state
+        # The version is that of the model, because a later stage of this group would begin with the same ones again.
+        return replace(
+            state, groups={**state.groups, self.sent_group: TensorGroup(sent, state.groups[self.group].version)}
+        )
 
     # -- parts of a round -------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.platform.averaging.server import ARRIVAL_RULES
 from fedloom.platform.averaging.staleness import arrived
-from fedloom.platform.clients.assignments import AccountableTask, Assignment
+from fedloom.platform.clients.assignments import AccountableTask, Assignment, client_of
 from fedloom.platform.federation.selection import AT_WORK, BEGUN, HISTORY, MEMORY, Cohort, online_for_s
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Answers:
         now_s: the simulated time at which the round ends.
         concurrency: the number of clients at work at any time.
         data: the JSON values of the stage after the round.
+        answering: the clients whose answers count.
         begun: the rounds whose weights clients still work from after this round.
         ahead: work of later rounds that can already be executed, as it depends on no future event.
         counted: converts an answer's update into the one that the server averages.
@@ -146,6 +147,7 @@ class Answers:
     now_s: float
     data: Mapping[str, Any]
     concurrency: int
+    answering: Collection[int] = ()
     begun: Collection[int] = ()
     ahead: Sequence[Assignment] = ()
     counted: Callable[[Assignment, Update], Update] | None = None
@@ -272,7 +274,8 @@ class Asynchronous:
         alive = sorted({f.begun for f in working})
         after = {AT_WORK: [list(f) for f in working], BEGUN: {str(n): begun[n].stored() for n in alive}}
         ahead = [self._of(f, round_) for f in working if f.answers]
-        return planned, Answers(ended.now_s, after if self.goes_on else {}, self.concurrency, alive, ahead)
+        answering = frozenset(flight.client_id for flight in ended.events if flight.answers)
+        return planned, Answers(ended.now_s, after if self.goes_on else {}, self.concurrency, answering, alive, ahead)
 
     def _warn_of_few(self, round_: int, answers: int) -> None:
         if answers < self.arrivals and not self._had_few:
@@ -288,12 +291,12 @@ class Asynchronous:
         old: Weights,
         received: Mapping[str | None, Weights],
         parameters: Container[str],
-        shares: Mapping[tuple[int | None, int | None], float],
+        shares: Mapping[int, float],
     ) -> Callable[[Assignment, Update], Update]:
         """Returns a function that converts an update into the one that the server averages.
 
         `old` are the server's weights, `received` those that clients received, by tensor group (None: this round's);
-        `parameters` are the names of the trained tensors, `shares` the clients' shares by id and staleness (default 1).
+        `parameters` are the names of the trained tensors, `shares` the clients' shares by id (default 1).
         """
         rule = self.rule
         assert rule is not None, "clients that are not waited for send nothing"
@@ -301,7 +304,7 @@ class Asynchronous:
         def counted(assignment: Assignment, update: Update) -> Update:
             assert assignment.staleness is not None, "it was planned here"
             counts = arrived(update, rule, old, received[assignment.reads], assignment.staleness, parameters)
-            share = shares.get((assignment.client_id, assignment.staleness), 1.0)
+            share = shares.get(client_of(assignment), 1.0)
             weights = {name: share * weight for name, weight in counts.weights.items()}
             return replace(counts, weights=weights, unheld=share * counts.unheld)
 

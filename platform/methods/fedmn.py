@@ -51,6 +51,7 @@ from fedloom.platform.methods.silos import (
     adaptation,
     adapted_outcome,
     checked_silos,
+    refuse_feddyn,
     validation_use,
 )
 from fedloom.platform.seeding import torch_stream
@@ -254,6 +255,7 @@ class ScoreModular:
 def stages(config: FedMnConfig, world: World) -> list[Stage]:
     """Both phases of training, then the evaluation of every silo's modules before and after adaptation."""
     train, rules = config.train, checked_silos(world, config.train)
+    refuse_feddyn(train, config.name, "a router")
     if train.pretraining_rounds > train.rounds:
         raise ValueError(
             f"method.train.pretraining_rounds={train.pretraining_rounds}: must be between 0 and method.train.rounds, "

@@ -46,6 +46,7 @@ from fedloom.platform.methods.silos import (
     SiloTrainingConfig,
     checked_silos,
     own_network,
+    refuse_feddyn,
 )
 from fedloom.platform.spaces.capabilities import with_cells
 from fedloom.platform.spaces.slices import Subspace, Weights, subspace_id
@@ -87,6 +88,7 @@ class TrainMixed:
 def stages(config: FedNasConfig, world: World) -> list[Stage]:
     """Search and FedAvg, then the evaluation of the shared model on every silo's test data."""
     train, search, rules = config.train, config.search, checked_silos(world, config.train)
+    refuse_feddyn(train, config.name, "architecture parameters")
     space = searched_space(world, search, train.rounds, config.name, kind="milenas")
     milenas = Milenas(False, search.lr, search.validation_weight)
     fedavg = train_remaining(train, rules, space, search)

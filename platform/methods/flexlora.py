@@ -105,9 +105,14 @@ def redistributed(weights: Weights, pairs: Sequence[Pair]) -> dict[str, Tensor]:
     return after
 
 
-def check_adapters(train: TrainingConfig, who: str, why: str) -> None:
+def check_adapters(world: World, train: TrainingConfig, who: str, why: str) -> None:
     """Raises ValueError for settings that need the adapters as they are sent: the server replaces them by new ones."""
     refuse_what_stays(train, who, why)
+    if world.attackers and world.attack.colludes:
+        raise ValueError(
+            f"attack.name={world.config.attack.name}: colluders change what is averaged, but {who} averages products "
+            "of the adapters that they send; use an attack whose clients work alone"
+        )
     if train.privacy.clip is not None or train.privacy.secure or train.privacy.noise:
         raise ValueError(
             f"method.train.privacy: {who}'s server multiplies the adapters of single clients, so privacy would neither "
@@ -118,7 +123,7 @@ def check_adapters(train: TrainingConfig, who: str, why: str) -> None:
 def stages(config: FlexLoRAConfig, world: World) -> list[Stage]:
     """Training, the tiers' models, evaluation."""
     space, largest = with_adapters(world.space, config.name), largest_of_tiers(world)
-    check_adapters(config.train, config.name, "decomposes the adapters after every round")
+    check_adapters(world, config.train, config.name, "decomposes the adapters after every round")
     pairs = space.pairs
 
     def network(_round: Round, client_id: int) -> Subnet:

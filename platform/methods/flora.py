@@ -134,7 +134,7 @@ def merged(update: Update, pairs: Sequence[Pair], scale: float) -> Update:
 def stages(config: FLoRAConfig, world: World) -> list[Stage]:
     """Training, the tiers' models, evaluation."""
     space, largest = with_adapters(world.space, config.name), largest_of_tiers(world)
-    check_adapters(config.train, config.name, "merges the adapters after every round")
+    check_adapters(world, config.train, config.name, "merges the adapters after every round")
     pairs, sizes = space.pairs, Sizes.of(space)
     if config.train.options.get("direction", "up") != "up":
         raise ValueError(

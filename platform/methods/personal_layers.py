@@ -171,7 +171,7 @@ class TrainPersonal(Train):
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Trains the network; the update holds the shared tensors, the client's state the personal ones."""
         network, personal = self.network.on(worker, assignment), self.network.personal
-        data = client_samples(worker, assignment, use_validation=self.use_validation)
+        data = client_samples(worker, assignment, use_validation=self.use_validation, processors=self.processors)
         samples = rows_of(data[1])
         alone = len(batch_sizes(samples, replace(self.local, epochs=self.personal_epochs)))
 
@@ -230,11 +230,12 @@ class ScorePersonal:
 
 
 def refuse_shared(train: SiloTrainingConfig, why: str) -> None:
-    """Raises ValueError for a local rule that sends more tensors for every parameter, as SCAFFOLD does."""
-    if local_rule(rules_of(train, "method.train").local).shared:
+    """Raises ValueError for a local rule that sends or corrects tensors of all parameters, as SCAFFOLD, FedDyn do."""
+    rule = local_rule(rules_of(train, "method.train").local)
+    if rule.shared or rule.server == "feddyn":
+        does = "sends tensors" if rule.shared else "keeps a correction"
         raise ValueError(
-            f"method.train.local_rule={train.local_rule} sends tensors for every parameter, but {why}; use sgd or "
-            "fedprox"
+            f"method.train.local_rule={train.local_rule} {does} for every parameter, but {why}; use sgd or fedprox"
         )
 
 

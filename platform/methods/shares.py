@@ -33,14 +33,13 @@ class Sharing:
 
     Attributes:
         round: the round's number, from 0 to `rounds` - 1.
-        clients: the number of clients of a full round.
-        is_largest: per client of this round, in plan order, whether it holds the largest subnet of the space.
+        is_largest: per client among which the round is shared, in plan order, whether it holds the largest subnet of
+            the space; in rounds that end with their first answers, those that answer.
     """
 
     config: SharesConfig
     round: int
     rounds: int
-    clients: int
     is_largest: tuple[bool, ...]
 
 
@@ -83,7 +82,7 @@ def maxnet(sharing: Sharing) -> Shares:
     client, all shares are equal.
     """
     number = len(sharing.is_largest)
-    beta_t = beta(sharing.config, sharing.round, sharing.rounds, sharing.clients)
+    beta_t = beta(sharing.config, sharing.round, sharing.rounds, max(number, 1))
     if number < 2 or not any(sharing.is_largest):
         return Shares([1.0] * number, {"beta": beta_t})
     values = [(1 - beta_t) / (number - 1)] * number
@@ -120,4 +119,4 @@ def check_shares(rule: ComponentSpec, config: SharesConfig, clients: int) -> Non
     """Tries a rule of the user's own on rounds with and without the largest subnet; PluginError if it does not work."""
     if is_import_path(rule.name):
         for largest in (True, False):
-            shares_of(rule, Sharing(config, 0, 2, clients, (largest, *[False] * (clients - 1))))
+            shares_of(rule, Sharing(config, 0, 2, (largest, *[False] * (clients - 1))))

@@ -157,6 +157,15 @@ def checked_silos(world: World, train: SiloTrainingConfig) -> Rules:
     return rules_of(train, "method.train")
 
 
+def refuse_feddyn(train: SiloTrainingConfig, who: str, beside: str) -> None:
+    """Raises ValueError for FedDyn, whose clients correct the network's parameters alone, where more is averaged."""
+    if train.server == "feddyn":
+        raise ValueError(
+            f"method.train.server=feddyn: {who} also averages {beside}, which FedDyn's clients do not correct; use "
+            "another server and local rule"
+        )
+
+
 def check_validation(world: World, why: str) -> None:
     """Raises ValueError if a silo has no validation samples; `why` is the purpose shown in the message."""
     if not world.data.sizes("validation").all():

@@ -10,7 +10,7 @@ progressive shrinking), iFedAvg over a family and FedAvg of one subnet (`separat
 Papers: SuperFed (MaxNet), SuperFedNAS.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Annotated, Any, Literal, cast
@@ -289,15 +289,19 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         client_ids, served = tuple(sorted(round_.client_ids)), round_.state.data[SERVED]
         subnets = distribute(heuristic, distribution(round_.index, client_ids, served, round_.draw))
         tasks = [TrainShare(Subnet(subnets[c]), round_.local, rules.weighting) for c in round_.client_ids]
+        if config.arrivals is not None:  # those that answer first get shares then
+            return RoundTasks(tasks)
         shares = shared(round_.state.round, tasks)
-        # The clients of an asynchronous round get shares when they answer: others may have begun alone.
-        if config.asynchronous is None:
-            tasks = [replace(task, share=share) for task, share in zip(tasks, shares.values, strict=True)]
+        tasks = [replace(task, share=share) for task, share in zip(tasks, shares.values, strict=True)]
         return RoundTasks(tasks, shares.schedules)
 
     def shared(index: int, tasks: Sequence[Task]) -> Shares:
         is_largest = tuple(isinstance(task, Train) and task.network == Subnet(space.largest) for task in tasks)
-        return shares_of(shares_rule, Sharing(config.shares, index, config.rounds, clients, is_largest))
+        return shares_of(shares_rule, Sharing(config.shares, index, config.rounds, is_largest))
+
+    def among(index: int, tasks: Sequence[Task]) -> tuple[Sequence[float], Mapping[str, float]]:
+        shares = shared(index, tasks)
+        return shares.values, shares.schedules
 
     def is_widest(index: int) -> bool:
         """Whether all subnets of a round have the full width, if clients get the whole supernet."""
@@ -331,7 +335,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         score=lambda _state: [ScoreSubnet(subnet, SUPERNET, "validation") for subnet in evaluated],
         after=after,
         settled=lambda state: slices or not is_widest(state.round),
-        shares=lambda index, tasks: shared(index, tasks).values if slices else (),
+        shares=among if slices else None,
         # Any subnet can later be sliced from the stored supernet, without training.
         keep=lambda state: [kept_model(world, SUPERNET, space.largest, tensors=state.weights(SUPERNET))],
         data={SERVED: {}},

@@ -245,11 +245,14 @@ class TierModelsStage(Stage):
         drawn = choice.draw(self.clients) if self.clients is not None else tuple(eligible.tolist())
         cohort, task = Cohort(drawn, reason="statistics"), Statistics(self.subnet(index))
         planned = [for_client(world, self.name, index, cohort, c, task) for c in world.in_plan_order(drawn)]
-        return Plan([replace(a, deadline_s=None) for a in planned], self.group(index))
+        # A measurement, not a round of the simulated federation: without its dropout and deadline.
+        return Plan([replace(a, dropped="", deadline_s=None) for a in planned], self.group(index))
 
     def merge(self, state: RunState, _plan: Plan, result: RoundResult) -> RoundUpdate:
         """The tier's model with the mean statistics."""
         group = self.group(state.round)
+        if not result.sums.updates:
+            raise ValueError(f"{self.name}: no client has measured the batch norms of {group}; see the table clients")
         return RoundUpdate(state.with_group(group, result.sums.finish(state.weights(group)).weights))
 
     def jobs(self, state: RunState) -> list[EvaluationJob]:

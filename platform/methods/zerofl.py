@@ -35,6 +35,7 @@ from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.federation.method import Method
+from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.methods.evaluation import EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.methods.fedavg import FedAvgConfig, subnet_of, training
@@ -237,6 +238,11 @@ def stages(config: ZeroFLConfig, world: World) -> list[Stage]:
     sends = min(1.0, share + config.mask_ratio)
     if sends < 1:
         check_after_choice([(c.name, processor(c)) for c in rules.processors], "method.train", "method=zerofl")
+        if selection_traits(rules.selection.name).shortens_updates:
+            raise ValueError(
+                f"method.train.selection={rules.selection.name} says which share of their changes clients send, and so "
+                "does method.mask_ratio: choose another selection rule, or mask_ratio=1"
+            )
         if config.train.privacy.secure:
             raise ValueError(
                 "method.train.privacy.secure=true and method=zerofl, whose clients send only a part of their changes: "

@@ -17,7 +17,7 @@ from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import RunState, TrainingStage
+from fedloom.platform.federation.algorithm import Plan, RunState, TrainingStage
 from fedloom.platform.federation.asynchronous import Asynchronous, Begun, Flight, next_events
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.selection import Cohort
@@ -299,6 +299,29 @@ def test_maxnet_shares_a_round_among_those_who_answer(
     for shares in rounds:
         assert sorted(shares) == pytest.approx([0.05, 0.05, 0.9]) or shares == [1, 1, 1], "none has the largest subnet"
     assert [1, 1, 1] in rounds
+    assert any(max(shares) < 1 for shares in rounds)
+
+
+def test_over_selection_shares_a_round_among_those_who_answer(
+    elastic_config: Make, run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+    plan = TrainingStage.plan
+
+    def seen(self: TrainingStage, state: RunState) -> Plan:
+        plans.append(plan(self, state))
+        return plans[-1]
+
+    monkeypatch.setattr(TrainingStage, "plan", seen)
+    train = {"clients_per_round": 5, "arrivals": 3, "rounds": 6, "shares": SharesConfig(decay="constant")}
+    run_in_memory(elastic_config(train={**train, "evaluate_every": 0}, devices=replace(SLOW_AND_FAST, dropout=0.1)))
+    rounds = []
+    for each in plans:
+        assert each.answers is not None
+        shares = {a.client_id: a.task.share for a in each.assignments if isinstance(a.task, Train)}
+        rounds.append([share for client, share in shares.items() if client in each.answers.answering])
+        assert each.schedules["beta"] == 0.9
+    assert all(sorted(shares) == pytest.approx([0.05, 0.05, 0.9]) or shares == [1, 1, 1] for shares in rounds)
     assert any(max(shares) < 1 for shares in rounds)
 
 

@@ -317,6 +317,8 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
         assert f"{name} " in refused(config_of(kind, {"server": "fedadam"}))
         assert f"{name} " in refused(config_of(kind, {"optimizer_state": "kept"}))
         assert "what top_k has not yet sent would not fit" in refused(config_of(kind, {"processors": ["top_k"]}))
+        colluding = replace(config_of(kind), attack=AttackConfig(share=0.5, name="inner_product"))
+        assert f"colluders change what is averaged, but {name} averages products" in refused(colluding)
     late = config_of(kind, {"asynchronous": "fedbuff", "arrivals": 2})
     if kind is HetLoRAConfig:
         build_stages(build_world(late))

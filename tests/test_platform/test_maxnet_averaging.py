@@ -59,7 +59,7 @@ def old_weights(space: ElasticSpace) -> dict[str, Tensor]:
 
 def test_three_clients_by_hand() -> None:
     # beta = 1/2, the others 1/4 each; n = 10, 20, 40. Weights a_k n_k: 5, 5, 10.
-    shares = maxnet(Sharing(SharesConfig(beta_0=0.5), 0, 100, 3, (True, False, False)))
+    shares = maxnet(Sharing(SharesConfig(beta_0=0.5), 0, 100, (True, False, False)))
     weights = weights_of((10, 20, 40), shares.values)
     assert weights == [5.0, 5.0, 10.0]
     old = {"w": torch.tensor([9.0, 9.0, 9.0, 9.0, 9.0])}
@@ -73,7 +73,7 @@ def test_three_clients_by_hand() -> None:
 
 
 def test_three_clients_without_samples_by_hand() -> None:
-    shares = maxnet(Sharing(SharesConfig(beta_0=0.9), 0, 100, 3, (False, True, False)))
+    shares = maxnet(Sharing(SharesConfig(beta_0=0.9), 0, 100, (False, True, False)))
     weights = weights_of((10, 20, 40), shares.values, plain)
     assert weights == pytest.approx([0.05, 0.9, 0.05])
     old = {"w": torch.full((2, 3), 9.0)}
@@ -87,7 +87,7 @@ def test_three_clients_without_samples_by_hand() -> None:
 
 
 def test_overlap_by_hand_is_the_mean_of_who_has_the_scalar() -> None:
-    weights = weights_of((10, 30), overlap(Sharing(SharesConfig("overlap"), 0, 100, 2, (True, False))).values)
+    weights = weights_of((10, 30), overlap(Sharing(SharesConfig("overlap"), 0, 100, (True, False))).values)
     old = {"w": torch.tensor([9.0, 9.0, 9.0])}
     updates = [
         Update({"w": torch.tensor([4.0, 8.0])}, {"w": Slice("w", ((0, 2),))}, {"w": weights[0]}),
@@ -103,7 +103,7 @@ def test_overlap_by_hand_is_the_mean_of_who_has_the_scalar() -> None:
 @pytest.mark.parametrize("text", ["smallest", "d=1 e=0.5", "largest"])
 def test_with_one_subnet_for_all_overlap_is_fedavg(space: ElasticSpace, text: str) -> None:
     architecture, samples = space.parse(text), (7, 30, 13, 50)
-    shares = overlap(Sharing(SharesConfig("overlap"), 3, 10, 4, (False,) * 4)).values
+    shares = overlap(Sharing(SharesConfig("overlap"), 3, 10, (False,) * 4)).values
     weights = weights_of(samples, shares)
     updates = [update(space, architecture, c, w) for c, w in enumerate(weights)]
     old, slices = old_weights(space), space.slices(architecture)
@@ -127,7 +127,7 @@ def test_at_beta_one_over_s_maxnet_is_overlap_bit_for_bit() -> None:
     # 4 clients with as many samples each: all weights are the same power of two apart.
     given_ = four_subnets(IMAGES)
     is_largest = tuple(a == IMAGES.largest for a in given_)
-    sharing = Sharing(SharesConfig(beta_0=0.25, decay="constant"), 0, 10, 4, is_largest)
+    sharing = Sharing(SharesConfig(beta_0=0.25, decay="constant"), 0, 10, is_largest)
     results = []
     for rule in (maxnet, overlap):
         weights = weights_of((50,) * 4, rule(sharing).values)
@@ -141,7 +141,7 @@ def test_after_the_decay_maxnet_is_overlap(config: SharesConfig) -> None:
     is_largest = tuple(a == TINY.largest for a in given_)
     results = {}
     for name, rule, round_ in (("maxnet", maxnet, 9), ("overlap", overlap, 9), ("early", maxnet, 0)):
-        weights = weights_of((50, 20, 30, 7, 11), rule(Sharing(config, round_, 10, 5, is_largest)).values)
+        weights = weights_of((50, 20, 30, 7, 11), rule(Sharing(config, round_, 10, is_largest)).values)
         results[name] = average(old_weights(TINY), [update(TINY, a, c, weights[c]) for c, a in enumerate(given_)])
     for name, tensor in results["maxnet"].items():
         torch.testing.assert_close(tensor, results["overlap"][name], rtol=1e-6, atol=1e-6)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedloom.platform.averaging.processors import Processor
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
@@ -377,6 +378,19 @@ def test_processors_act_on_what_travels(make_config: Make, run_in_memory: Run) -
     assert set(clients["bytes_down"]) == {whole}
 
 
+class Reversed(Processor):
+    def on_labels(self, client_id: int, labels: Any, num_classes: int) -> Any:
+        return num_classes - 1 - labels
+
+
+def test_a_processor_changes_the_labels_here_too(make_config: Make, run_in_memory: Run) -> None:
+    processors: list[list[str]] = [[], [f"{__name__}:Reversed"]]
+    as_they_are, reversed_ = (
+        kept(run_in_memory(make_config(personal("classifier", rounds=1, processors=each)))[2], 0) for each in processors
+    )
+    assert set(differing(as_they_are, reversed_)) >= CLASSIFIER
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -396,6 +410,11 @@ REFUSED = {
         ["classifier"],
         {"local_rule": "scaffold", "clip_norm": 0.0, "momentum": 0.0},
         r"local_rule=scaffold sends tensors for every",
+    ),
+    "corrections": (
+        ["classifier"],
+        {"local_rule": "feddyn", "server": "feddyn", "momentum": 0.0},
+        r"local_rule=feddyn keeps a correction for every parameter, but method.personal keeps some",
     ),
     "nothing to change": (["*"], {"processors": ["sparsify"]}, r"names every parameter, so that nothing is sent"),
 }

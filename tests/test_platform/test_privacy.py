@@ -104,6 +104,7 @@ def test_the_change_of_a_scalar_is_the_sum_over_its_expected_weight(held: list[d
     for update in updates:
         sums.add(update)
     found = privatised(sums.finish(old), old, expected, 0.0, 0.5, torch.Generator())
+    assert {coverage.factor for covered in found.coverage.values() for coverage in covered.values()} <= {1.0}
     for name in SHAPES:
         change = np.zeros(SHAPES[name])
         for update in updates:

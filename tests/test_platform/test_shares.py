@@ -27,8 +27,8 @@ LINEAR = replace(COSINE, decay="linear")
 CONSTANT = replace(COSINE, decay="constant")
 
 
-def sharing(*is_largest: bool, round_: int = 0, config: SharesConfig = COSINE, clients: int = 8) -> Sharing:
-    return Sharing(config, round_, 1500, clients, is_largest)
+def sharing(*is_largest: bool, round_: int = 0, config: SharesConfig = COSINE) -> Sharing:
+    return Sharing(config, round_, 1500, is_largest)
 
 
 # -- beta_t: 8 clients, 1500 rounds -----------------------------------------------------------------------------------
@@ -76,13 +76,20 @@ def test_a_decay_over_all_rounds() -> None:
 def test_maxnet_by_hand() -> None:
     found = maxnet(sharing(False, False, True, False, False))
     assert found.values == pytest.approx([0.025, 0.025, 0.9, 0.025, 0.025])
-    assert found.schedules == {"beta": 0.9}
+    assert found.schedules == {"beta": pytest.approx(0.9)}
 
 
 def test_after_the_decay_maxnet_is_overlap() -> None:
     found = maxnet(sharing(*([False] * 3), True, *([False] * 4), round_=1200))
     assert found.values == [0.125] * 8
     assert found.schedules == {"beta": 0.125}
+
+
+@pytest.mark.parametrize("others", [1, 2, 12])
+def test_after_the_decay_all_count_alike_however_many_they_are(others: int) -> None:
+    assert maxnet(sharing(True, *[False] * others, round_=1200)).values == pytest.approx(
+        [1 / (others + 1)] * (others + 1)
+    )
 
 
 def test_of_several_largest_the_first_in_plan_order_counts() -> None:
@@ -92,7 +99,7 @@ def test_of_several_largest_the_first_in_plan_order_counts() -> None:
 def test_where_nobody_has_the_largest_all_count_alike() -> None:
     found = maxnet(sharing(False, False, False, round_=600))
     assert found.values == [1.0, 1.0, 1.0]
-    assert found.schedules["beta"] == pytest.approx(0.5125), "the schedule goes on all the same"
+    assert found.schedules["beta"] == pytest.approx((0.9 + 1 / 3) / 2), "the schedule goes on all the same"
 
 
 def test_a_client_alone_counts_whole() -> None:
@@ -115,7 +122,7 @@ def test_maxnets_shares_are_a_distribution(
     is_largest: list[bool], round_: int, decay: str, beta_0: float, decay_share: float
 ) -> None:
     config = SharesConfig("maxnet", beta_0, decay, decay_share)
-    found = maxnet(sharing(*is_largest, round_=round_, config=config, clients=len(is_largest)))
+    found = maxnet(sharing(*is_largest, round_=round_, config=config))
     assert sum(found.values) == pytest.approx(1.0)
     assert min(found.values) >= 0
     others = [v for i, v in enumerate(found.values) if i != is_largest.index(True)]

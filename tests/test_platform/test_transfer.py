@@ -19,6 +19,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.algorithm import Plan, RunState, TrainingStage
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
@@ -117,6 +118,23 @@ def test_the_head_is_trained_alone_then_everything(transfer: Make, kept: Any) ->
             assert torch.equal(tensor, theirs[name]), f"{name}: norms and all, as they were"
     after = load_checkpoint(paths.checkpoint).groups["transferred"].tensors
     assert any(not torch.equal(after[name], theirs[name]) for name in theirs if name not in HEAD)
+
+
+def test_equal_versions_of_what_is_sent_have_equal_content(transfer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both stages send one group: workers keep what they hold while its version stays the same."""
+    sent: dict[str, Any] = {}
+    plan = TrainingStage.plan
+
+    def seen(self: TrainingStage, state: RunState) -> Plan:
+        planned = plan(self, state)
+        held = sent.setdefault(state.version(planned.group), state.weights(planned.group))
+        assert all(torch.equal(tensor, held[name]) for name, tensor in state.weights(planned.group).items())
+        return planned
+
+    monkeypatch.setattr(TrainingStage, "plan", seen)
+    train = replace(TRAIN, processors=["uniform"], options={"bits": 8, "direction": "down"})
+    ran(transfer(head=replace(train, rounds=1, evaluate_every=0), train=replace(train, evaluate_every=0)))
+    assert len(sent) == 3
 
 
 def with_constants(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:

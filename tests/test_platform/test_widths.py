@@ -22,7 +22,7 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
-from fedloom.platform.federation.config import BudgetConfig, ObjectiveConfig, RunConfig, TiersConfig
+from fedloom.platform.federation.config import BudgetConfig, DevicesConfig, ObjectiveConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedrolex import FedRolexConfig
@@ -334,6 +334,13 @@ def test_a_tiers_statistics_are_the_mean_over_all_clients(width_config: Make, ru
         assert checked
         for name in checked:
             torch.testing.assert_close(group[name].double(), total[name] / samples, rtol=1e-4, atol=1e-6)
+
+
+def test_statistics_are_measured_by_clients_whatever_their_devices_do(width_config: Make, run_in_memory: Any) -> None:
+    config = replace(width_config(HeteroFLConfig, statistics_clients=1), devices=DevicesConfig(dropout=0.9))
+    _, memory, _ = run_in_memory(config)
+    measured = memory.table("clients").query("stage == 'tier_models'")
+    assert measured["status"].tolist() == ["ok"] * 3
 
 
 def test_networks_without_statistics_have_no_such_rounds(width_config: Make, run_in_memory: Any) -> None:

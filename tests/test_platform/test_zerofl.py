@@ -246,6 +246,7 @@ def test_rules_that_need_whole_changes_are_refused(tiny_config: Make, rule: str)
     ("changes", "said"),
     [
         ({"processors": ["clip"]}, "method.train.processors: clip and method=zerofl, whose clients first choose which"),
+        ({"selection": "pyramidfl"}, "method.train.selection=pyramidfl says which share of their changes clients send"),
         ({"privacy": PrivacyConfig(secure=True)}, "method.train.privacy.secure=true and method=zerofl, whose clients"),
     ],
 )

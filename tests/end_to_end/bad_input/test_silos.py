@@ -84,6 +84,20 @@ SILO_CASES = {
         ["method=fedmn", "space.name=darts_s2_small", *FIXED, "method.train.rounds=4"],
         r"pretraining_rounds=500: must be between 0 and method.train.rounds",
     ),
+    "corrections of a part": (
+        [
+            *(
+                "experiment=fednas_cifar10_small",
+                "data.dataset=digits",
+                "space.input_shape=[1,8,8]",
+                "data.train_samples=200",
+                "data.test_samples=100",
+                *FIXED,
+            ),
+            *("method.train.local_rule=feddyn", "method.train.server=feddyn", "method.train.momentum=0"),
+        ],
+        r"method.train.server=feddyn: fednas also averages architecture parameters, which FedDyn's clients do not",
+    ),
     "modules of a fixed network": (
         ["method=fedmn", "space.name=resnet18_small", "space.input_shape=[1,8,8]", *FIXED],
         r"fedmn cannot use space resnet18_small, which has no .*; choose space.name=resnet18_modular",
