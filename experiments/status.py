@@ -10,10 +10,10 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from fedloom.actors.watcher import clean, left_over, records_folder
-from fedloom.experiments.store.ablations import FOLDER, Ablation, ablation_ids, meant_ablation
+from fedloom.experiments.store.ablations import FOLDER, PLAN, Ablation, ablation_ids, meant_ablation
 from fedloom.experiments.store.trials import STATUS, counted, trial_states
 from fedloom.experiments.terminal import console, write_json
-from fedloom.platform.results.paths import Names, RunPaths, find_runs, list_runs, read_names
+from fedloom.platform.results.paths import Names, RunPaths, find_runs, list_runs, read_names, start_of
 from fedloom.platform.results.status import Status, read_status
 
 LEAST_MESSAGE = 24
@@ -108,7 +108,7 @@ def show_status(results: Path, words: Sequence[str], *, as_json: bool, everythin
     if words:
         _show_named(results, words, as_json)
     else:
-        _show_newest(results, slice(None if everything else -MOST, None), as_json)  # ids begin with the time
+        _show_newest(results, slice(None if everything else -MOST, None), as_json)
 
 
 def _show_named(results: Path, words: Sequence[str], as_json: bool) -> None:
@@ -129,7 +129,8 @@ def _show_named(results: Path, words: Sequence[str], as_json: bool) -> None:
 
 
 def _show_newest(results: Path, newest: slice, as_json: bool) -> None:
-    ablations = ablation_ids(results)
+    ids = ablation_ids(results)
+    ablations = sorted(ids, key=lambda name: start_of(name, results / FOLDER / name / PLAN))
     known = set(ablations)
     # A trial's id is its ablation's id followed by the trial's number.
     outside = [paths for paths in list_runs(results) if paths.run_id.rpartition("-")[0] not in known]

@@ -118,7 +118,7 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
         command = "ablate"
         _, ablation = load_ablation_config(ablation_name, [o for o in overrides if o.startswith(PREFIX)])
         rest = [o for o in overrides if not o.startswith((PREFIX, ABLATION))]
-        composed = [*rest, *ablation.overrides]
+        composed = [*ablation.overrides, *rest]  # in this order in the job
         if ablation_name.endswith((".yaml", ".yml")):  # ships the definition; the job finds it in its folder
             file = Path(ablation_name)
             include = [*include, file]

@@ -324,10 +324,12 @@ def _draw(axis: AxisConfig, share: float) -> float:
         return int(low + math.floor(share * (high - low + 1)))
     if axis.log_uniform:
         least, greatest = axis.log_uniform
-        return float(f"{least * (greatest / least) ** share:.4g}")
-    assert axis.uniform is not None, "the axis has one of three ranges"
-    least, greatest = axis.uniform
-    return float(f"{least + (greatest - least) * share:.4g}")
+        value = least * (greatest / least) ** share
+    else:
+        assert axis.uniform is not None, "the axis has one of three ranges"
+        least, greatest = axis.uniform
+        value = least + (greatest - least) * share
+    return min(max(float(f"{value:.4g}"), least), greatest)
 
 
 def _trials(

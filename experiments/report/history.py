@@ -27,7 +27,9 @@ def history_picture(ablation: Ablation, tables: Tables) -> Iterator[Picture]:
     if not ablation.search:
         return
     frame = ablation_frame(tables, ablation, each="run").dropna(subset=[OBJECTIVE])
-    points = frame.groupby(frame["trial"] // len(ablation.seeds))[OBJECTIVE].mean()
+    of_points = frame.groupby(frame["trial"] // len(ablation.seeds))[OBJECTIVE]
+    # As in the search, a point is finished when its runs with all seeds are.
+    points = of_points.mean()[of_points.size() == len(ablation.seeds)]
     if points.empty:
         return
     number, reached = 1 + points.index.to_numpy(), 100 * points.to_numpy(dtype=np.float64)

@@ -45,9 +45,11 @@ def staleness_block(tables: Tables, settings: Sequence[Setting]) -> Block:
         median=("staleness", "median"),
         quantile=("staleness", lambda values: values.quantile(0.95)),
         most=("staleness", "max"),
-        ended_s=("ended_s", "max"),
+        first_s=("ended_s", "min"),
+        last_s=("ended_s", "max"),
     )
-    frame = of_run.assign(between_s=of_run["ended_s"] / of_run["updates"]).reset_index()
+    between_s = (of_run["last_s"] - of_run["first_s"]) / (of_run["updates"] - 1)
+    frame = of_run.assign(between_s=between_s).reset_index()
     rows = []
     for setting in settings:
         runs = setting.rows(frame)

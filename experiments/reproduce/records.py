@@ -15,7 +15,18 @@ from typing import Any
 from fedloom.experiments.analysis.settings import estimate
 from fedloom.experiments.analysis.tables import load_paths
 from fedloom.experiments.reproduce.claims import NOT_RUN, verdict
-from fedloom.experiments.reproduce.items import HOUR_S, ITEMS, START_FROM, Claim, Item, Read, Scale, read_counted
+from fedloom.experiments.reproduce.items import (
+    HOUR_S,
+    ITEMS,
+    START_FROM,
+    Band,
+    Claim,
+    Combined,
+    Item,
+    Read,
+    Scale,
+    read_counted,
+)
 from fedloom.experiments.reproduce.measure import Measured, Runs, Values, done_runs, measured
 from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
 from fedloom.experiments.store.ablations import FOLDER as ABLATIONS, read_ablation
@@ -212,12 +223,38 @@ def reads(item: Item, names: Collection[str]) -> str:
 
 
 def claim_hash(claim: Claim, item: Item) -> str:
-    """A hash of a claim: its words, its checks, and the regimes that it needs."""
+    """A hash of a claim: its words, its checks, the regimes that it needs, and what the quantities in them are.
+
+    How quantities are read is in `Record.reads`; here it is how they are combined, and with what they are compared.
+    """
     entries = [claim, *(item.regimes[name] for name in claim.needs)]
-    content = [
+    content: list[Any] = [
         entry.model_dump(exclude={"counted_in", "is_check", "despite"}, exclude_defaults=True) for entry in entries
     ]
+    checks = [check for entry in entries for check in entry.checks]
+    content += [repr(item.quantities[name].source) for name in _combined_in(content, item)]
+    if any(isinstance(check, Band) and check.target is None for check in checks):
+        content += [repr(item.quantities[name].published) for name in sorted(_names_in(content, item))]
     return sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _names_in(content: Any, item: Item) -> set[str]:
+    """The names of the item's quantities in nested JSON values."""
+    if isinstance(content, str):
+        return {content} & item.quantities.keys()
+    inside = content.values() if isinstance(content, Mapping) else content if isinstance(content, list | tuple) else ()
+    return {name for each in inside for name in _names_in(each, item)}
+
+
+def _combined_in(content: Any, item: Item) -> list[str]:
+    """The quantities in nested JSON values that are combined of others, and of these again, sorted."""
+    found, names = set[str](), _names_in(content, item)
+    while names:
+        found |= names
+        sources = [item.quantities[name].source for name in names]
+        parts = {part.quantity for s in sources if isinstance(s, Combined) for part in (s.first, s.second)}
+        names = parts - found
+    return sorted(name for name in found if isinstance(item.quantities[name].source, Combined))
 
 
 def computed(scale: Scale) -> str:
@@ -328,12 +365,18 @@ def repeated(item: Item, asked: Asked, quantities: Mapping[str, Measured]) -> Re
 
 
 def check_recordable(item: Item, asked: Asked) -> None:
-    """Raises ValueError for an item without runs, changed runs, a damaged record, and a folder that is not writable."""
+    """Raises ValueError for an item without runs, changed runs, a record that cannot stay, and a read-only folder."""
     if item.missing or not item.needs_runs:
         raise ValueError(f"{item.name}: {item.missing or 'what is counted without training is not recorded'}")
     if not asked.is_own:
         raise ValueError(f"{item.name}: runs changed by overrides are not recorded")
-    record_of(item, asked)  # raises for a damaged record before hours of training
+    file = record_file(item, asked.scale)
+    # Before hours of training; this also raises for a damaged record.
+    if record_of(item, asked) is None and file.exists():
+        raise ValueError(
+            f"{file} has {read_record(file).runs[0]} runs of what the item ran or read before: delete the file to "
+            "record others"
+        )
     check_writable(item.file.parent, "the item's folder")
 
 
@@ -342,7 +385,7 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
 
     Runs that are not done are left out; the record says how many it has. Earlier values of the item's other ablations
     stay. Raises ValueError if no run is done, if presets have changed since the runs, and if the record that these runs
-    would replace has other runs, more runs or further ablations.
+    would replace has other runs, more runs or further ablations, or is of what the item ran or read before.
     """
     check_recordable(item, asked)
     parts = parts_of(item, asked)

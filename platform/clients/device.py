@@ -152,9 +152,18 @@ def _in_precision(forward: Callable[..., Any], device: torch.device, precision: 
     def cast(*inputs: Any, **options: Any) -> Any:
         with torch.autocast(device.type, dtype):
             outputs = forward(*inputs, **options)
-        return outputs.float() if isinstance(outputs, Tensor) else outputs
+        return in_float32(outputs)
 
     return cast
+
+
+def in_float32(outputs: Any) -> Any:
+    """A network's outputs, of which those of floating point are float32."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.is_floating_point() else outputs
+    if isinstance(outputs, Mapping):
+        return {name: in_float32(each) for name, each in outputs.items()}
+    return type(outputs)(map(in_float32, outputs)) if isinstance(outputs, tuple | list) else outputs
 
 
 @cache

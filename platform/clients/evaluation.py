@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.clients.assignments import CONFUSION, PARAGRAPH, Measurement
+from fedloom.platform.clients.objectives import Objective, logits_of
 from fedloom.platform.data import trees
 from fedloom.platform.data.trees import Tree, first, mapped, rows_of, single
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import architecture_id
 
 if TYPE_CHECKING:
-    from fedloom.platform.clients.objectives import Objective
     from fedloom.platform.clients.training import Outputs, Samples
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.data.dataset import StoredSamples
@@ -254,7 +254,7 @@ def paragraph(
     for _ in range(count):
         window = tokens[-length:]
         padded = torch.tensor([[*window, *[window[-1]] * (length - len(window))]], device=x.device)
-        logits = forward(padded)[0, :, len(window) - 1].float()
+        logits = logits_of(forward(padded))[0, :, len(window) - 1].float()
         if not bool(torch.isfinite(logits).all()):
             return []  # a diverged model writes nothing
         chances = logits.masked_fill(special, -torch.inf).softmax(dim=0).cpu()

@@ -200,7 +200,7 @@ class ScoreSubnets:
         for architecture, score in zip(self.architectures, scores, strict=True):
             measurements += measurements_of("supernet", architecture_id(architecture), self.split, score)
         passes = len(data) + (0 if unlabelled is None else rows_of(unlabelled))
-        costs = self._costs(worker, len(data), passes, len(measurements))
+        costs = self._costs(worker, len(data), passes, 2 * len(self.architectures))
         return replace(costs, measurements=tuple(measurements))
 
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from fedloom.platform.clients.assignments import TaskError
 from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS, MOMENTUM, Keeps, LocalStep, Memory
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
 from fedloom.platform.data.on_device import moved, upload
@@ -238,6 +239,8 @@ class Seen:
         sums = [counts.sum(), torch.dot(torch.stack(self.losses).double(), counts), torch.stack(self.correct).sum()]
         sums += [torch.stack(self.squares).sum()] if self.norm else []
         total, loss, correct, *squares = torch.stack([s.double() for s in sums]).cpu().tolist()
+        if not total:
+            raise TaskError("none of the client's targets counts in the loss, as of a text that is too short")
         return Trained(
             steps=steps,
             seen_samples=samples,

@@ -313,7 +313,7 @@ class SearchSpace(Protocol):
         return once(self, measure, lambda _: self._table_of(measure_of(measure)))
 
     def _table_of(self, measure: Measure) -> CostTable:
-        """Measures the cost table; by default an option costs the difference that it makes to a subnet."""
+        """Measures the cost table; by default an option costs the difference that it makes to a subnet, or its peak."""
         x = samples_of(self)
 
         def cost(architecture: Architecture) -> float:
@@ -321,10 +321,13 @@ class SearchSpace(Protocol):
 
         first = (0,) * len(self.options)
         base = cost(first)
-        rows = [
-            [cost((*first[:d], option, *first[d + 1 :])) - base if option else 0.0 for option in range(count)]
+        costs = [
+            [cost((*first[:d], option, *first[d + 1 :])) if option else base for option in range(count)]
             for d, count in enumerate(self.options)
         ]
+        if measure.join((1.0, 1.0)) == 1.0:  # of peaks the largest counts
+            return measure.table(min(map(min, costs)), costs)
+        rows = [[value - base for value in row] for row in costs]
         # Options must not have negative costs: the cost of each decision's cheapest option is moved to the fixed part.
         least = [min(row) for row in rows]
         options = [[value - low for value in row] for row, low in zip(rows, least, strict=True)]

@@ -200,6 +200,20 @@ def test_an_ablation_is_one_line_and_its_trials_are_not_listed(
     ]
 
 
+def test_ablations_are_listed_by_their_start_whatever_their_ids_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ablation_id in (ABLATION, "paper-tab1"):
+        folder = tmp_path / "ablations" / ablation_id
+        folder.mkdir(parents=True)
+        (folder / "ablation.json").write_text("not read")
+    os.utime(tmp_path / "ablations" / "paper-tab1" / "ablation.json", (1e9, 1e9))
+    assert [line.split()[1] for line in said(capsys, "--results", str(tmp_path)).splitlines()] == [
+        "paper-tab1",
+        ABLATION,
+    ]
+
+
 def test_an_ablation_whose_status_cannot_be_read_does_not_hide_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

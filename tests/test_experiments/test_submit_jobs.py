@@ -54,6 +54,16 @@ def test_an_ablation_is_checked_and_submitted_as_such(tmp_path: Path, monkeypatc
     assert "mine/rates.yaml" in {str(file.target) for file in job.shipment.files}
 
 
+def test_what_is_checked_is_what_the_job_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    axes = "axes:\n  rate: {key: method.train.lr, values: [0.1, 0.2]}\n"
+    (tmp_path / "shared.yaml").write_text(f"overrides: [results=/shared/r]\n{axes}")
+    (tmp_path / "own.yaml").write_text(f"overrides: [results=out]\n{axes}")
+    with pytest.raises(ValueError, match=r"results=out would lie"):
+        prepare(["ablation=shared.yaml", RUN[0], "results=out"], [])
+    assert "results=/shared/results" in prepare(["ablation=own.yaml", *RUN], []).entry_point
+
+
 REFUSED = {
     "no results": (["experiment=fedoras_digits"], r"results=results would lie.*absolute path.*s3://"),
     "relative results": (["experiment=fedoras_digits", "results=../r"], r"results=\.\./r would lie"),

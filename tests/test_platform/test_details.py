@@ -68,6 +68,13 @@ def test_a_model_goes_on_with_the_beginning_of_the_first_whole_text() -> None:
     assert found.samples == WRITTEN["characters"]
 
 
+def test_outputs_by_name_are_written_from_their_logits() -> None:
+    def named(x: Tensor) -> Any:
+        return {"logits": cycling(x), "more": x}
+
+    assert written(named) == written(cycling)
+
+
 def test_what_is_written_depends_on_the_seed_alone() -> None:
     def unsure(x: Tensor) -> Tensor:
         return torch.zeros(len(x), len(NAMES), x.shape[1])

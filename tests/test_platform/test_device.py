@@ -50,6 +50,18 @@ def test_a_network_computes_as_asked_and_its_tensors_stay_float32(precision: str
     assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
 
 
+class Named(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return {"logits": y, "parts": [y, y.argmax(1)]}
+
+
+def test_outputs_by_name_are_float32_too() -> None:
+    outputs = Kernels("bfloat16").prepared(Named(4, 2), CPU)(torch.ones(3, 4))
+    parts = outputs["parts"]
+    assert (outputs["logits"].dtype, parts[0].dtype, parts[1].dtype) == (torch.float32, torch.float32, torch.int64)
+
+
 def test_texts_have_no_channels() -> None:
     module = Kernels(channels_last=True).prepared(nn.Embedding(5, 2), CPU)
     assert module(torch.tensor([[1, 2]])).shape == (1, 2, 2)

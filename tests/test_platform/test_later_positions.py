@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.clients.assignments import TaskError
 from fedloom.platform.clients.evaluation import evaluate
 from fedloom.platform.clients.objectives import IGNORED, LaterPositions, check_objective
+from fedloom.platform.clients.training import Seen
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
 
@@ -49,6 +51,13 @@ def test_the_score_on_texts_without_a_position_that_counts_is_unknown() -> None:
     assert math.isnan(score.loss)
     assert math.isnan(score.metric)
     assert score.samples == 1
+
+
+def test_a_client_without_a_target_that_counts_fails_in_one_line() -> None:
+    seen, (outputs, targets) = Seen(torch.device("cpu"), norm=True), batch()
+    seen.add(torch.tensor(0.0), outputs[1:], targets[1:], LaterPositions(skip=4))
+    with pytest.raises(TaskError, match=r"^none of the client's targets counts in the loss"):
+        seen.summed_up(1, 1)
 
 
 def test_texts_that_are_too_short_and_images_are_refused() -> None:

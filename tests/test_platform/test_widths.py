@@ -32,7 +32,9 @@ from fedloom.platform.methods.registry import build_stages, check_space
 from fedloom.platform.methods.tier_models import TierModelsStage, WidthConfig, largest_of_tiers, of_widths
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
+from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.tiers.measure import activation_bytes_of
 
 Make = Callable[..., RunConfig]
 SPACE = SpaceConfig("cnn_width", input_shape=[1, 8, 8], stage_widths=[4, 8], widths=[0.25, 0.5, 1.0])
@@ -54,6 +56,13 @@ def width_config(tiny_config: Make) -> Make:
         return tiny_config(method=config, space=space, tiers=tiers)
 
     return make
+
+
+def test_peaks_are_those_of_the_built_networks() -> None:
+    space = build_space(replace(SPACE, input_shape=[1, 32, 32], stage_widths=[16, 32]))
+    table = space.cost_table("activation_bytes")
+    peaks = [activation_bytes_of(space.build_subnet((i,)), torch.zeros(1, 1, 32, 32)) for i in range(3)]
+    assert [table.cost((i,)) for i in range(3)] == peaks == sorted(set(peaks))
 
 
 # -- absent classes ---------------------------------------------------------------------------------------------------

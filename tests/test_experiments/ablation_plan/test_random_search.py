@@ -44,6 +44,12 @@ def test_draws_lie_in_their_ranges(plan: Plan) -> None:
         assert type(trial.config["method"]["train"]["rounds"]) is int
 
 
+@pytest.mark.parametrize("kind", ["uniform", "log_uniform"])
+def test_rounding_leaves_no_range(plan: Plan, kind: str) -> None:
+    one = f"axes:\n  lr: {{key: method.train.lr, {kind}: [0.12346, 0.12347]}}\nsearch: {{kind: random, samples: 1}}\n"
+    assert [point["lr"] for point in drawn(plan(one, "ablation.seeds=[1]"))] == [0.12347]
+
+
 def test_draws_are_those_of_the_seed(plan: Plan) -> None:
     few = "ablation.search.samples=4"
     first = drawn(plan(RANDOM, few))

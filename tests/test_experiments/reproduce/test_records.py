@@ -14,6 +14,7 @@ from fedloom.experiments.reproduce.plan import Asked
 from fedloom.experiments.reproduce.records import (
     Record,
     Repeated,
+    claim_hash,
     computed,
     read_record,
     record_file,
@@ -68,6 +69,19 @@ def test_further_seeds_with_the_values_of_the_record_are_as_it_predicts(monkeypa
     item = Item("x/tab1", "", "", "", ("x/tab1",), {}, {"q": quantity}, ())
     again = {"q": Measured({("s", ""): dict.fromkeys((5, 6, 7), 0.1)})}
     assert repeated(item, Asked("small"), again) == Repeated(equal=0, values=0, within=1, spots=1)
+
+
+def test_a_claim_is_another_one_if_its_quantities_are_turned_round_or_published_otherwise(tmp_path: Path) -> None:
+    text = (Path(__file__).parent / "tiny" / "tab1.yaml").read_text()
+    ratio = "ratio: [{of: bytes, setting: long}, {of: bytes, setting: short}]"
+    turned = "ratio: [{of: bytes, setting: short}, {of: bytes, setting: long}]"
+    hashes = []
+    for changed in (text, text.replace(ratio, turned), text.replace('{"": 2.0}', '{"": 3.0}')):
+        (tmp_path / "tab1.yaml").write_text(changed)
+        item = load_given(str(tmp_path / "tab1.yaml"))
+        hashes.append([claim_hash(claim, item) for claim in item.claims[:2]])
+    of_ratio, of_bytes = zip(*hashes, strict=True)
+    assert (len({*of_ratio}), len({*of_bytes})) == (3, 1)
 
 
 @pytest.mark.slow

@@ -321,6 +321,11 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     own.write_text(text.replace("value: bytes_up", "value: bytes_down"))  # the same runs, read differently
     other = read(command, *shown)
     assert (other["recorded"], "or reads them in another way" in other["missing"][-1]) == (None, True)
+    code, _, err = command(str(own), "--record", *elsewhere)
+    assert (code, "has 6 runs of what the item ran or read before: delete the file" in " ".join(err.split())) == (
+        2,
+        True,
+    )
     own.write_text(text)
     preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {lr: 0.2}}\n")
     old = read(command, *shown)
@@ -334,6 +339,7 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     assert "tiny/tab1 (small scale, earlier presets)" in " ".join(out.split())
     file.write_text(json.dumps({**content, "earlier": {content["ablations"][0]: {"method.train.lr": 0.3}}}))
     assert read(command, *shown)["recorded"] is None
+    file.unlink()
     for more in ((), ("--show",)):  # the runs are those of the old preset: their values are not the new one's
         code, _, err = command(str(own), "--record", *more, *elsewhere)
         assert (code, err.count("\n")) == (2, 1)
