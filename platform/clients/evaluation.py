@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.clients.assignments import CONFUSION, PARAGRAPH, Measurement
-from fedloom.platform.clients.objectives import Objective, logits_of
 from fedloom.platform.data import trees
 from fedloom.platform.data.trees import Tree, first, mapped, rows_of, single
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import architecture_id
 
 if TYPE_CHECKING:
+    from fedloom.platform.clients.objectives import Objective
     from fedloom.platform.clients.training import Outputs, Samples
     from fedloom.platform.clients.worker import Worker
     from fedloom.platform.data.dataset import StoredSamples
@@ -240,6 +240,8 @@ def paragraph(
     The value is the mean loss of the generated tokens, in nats per token; `detail` is JSON: the prompt and the
     generated text. The samples depend only on the run's seed and the model's name.
     """
+    from fedloom.platform.clients.objectives import logits_of  # only language models need it
+
     texts_of = ((single(x_B, PARAGRAPH), single(y_B, PARAGRAPH)) for x_B, y_B in batches_of(data))
     whole_texts = (x_B[(y_B >= 0).sum(dim=1) == x_B.shape[1]] for x_B, y_B in texts_of)
     x = next((texts[0] for texts in whole_texts if len(texts)), None)

@@ -192,6 +192,8 @@ def train_network(
             passes=network.passes,
             own_loss=network.loss,
         )
+    if math.isnan(figures.accuracy):
+        raise TaskError("none of the client's targets counts in the loss, as of a text that is too short")
     if not math.isfinite(figures.loss):
         raise TaskError(f"the training loss is {figures.loss}: the update was left out of the average")
     with torch.no_grad():

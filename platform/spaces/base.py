@@ -326,7 +326,8 @@ class SearchSpace(Protocol):
             for d, count in enumerate(self.options)
         ]
         if measure.join((1.0, 1.0)) == 1.0:  # of peaks the largest counts
-            return measure.table(min(map(min, costs)), costs)
+            least_peak = min(map(min, costs))
+            return measure.table(least_peak, [[v if v > least_peak else 0.0 for v in row] for row in costs])
         rows = [[value - base for value in row] for row in costs]
         # Options must not have negative costs: the cost of each decision's cheapest option is moved to the fixed part.
         least = [min(row) for row in rows]
