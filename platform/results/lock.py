@@ -65,9 +65,10 @@ def this_process() -> Process:
 def _started_s(pid: int) -> float:
     """When a process started, in seconds since the boot: psutil's time since 1970 shifts when the clock is adjusted."""
     try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        # Bytes, because the kernel cuts a process's name after 15 of them, which may be within a character.
+        ticks = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
         return ticks / os.sysconf("SC_CLK_TCK")
-    except OSError:  # it has ended, or this is not Linux
+    except (OSError, IndexError):  # it has ended, or this is not Linux
         return float(psutil.Process(pid).create_time())
 
 

@@ -71,6 +71,19 @@ def recorded(folder: Path) -> list[Process]:
     return [Process(*p) for p in json.loads(paths[0].read_text())["processes"]] if paths else []
 
 
+def test_a_process_whose_name_ends_within_a_character_is_one_of_a_drivers() -> None:
+    """The kernel cuts names after 15 bytes."""
+    code = "import sys; open('/proc/self/comm', 'wb').write(('ä' * 8).encode()); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            assert process.pid in {child.pid for child in descendants([this_process()])}
+        finally:
+            process.stdin.close()
+
+
 def test_what_a_killed_driver_started_is_ended_and_only_that(
     tmp_path: Path, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]
 ) -> None:
