@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedloom.platform.data.trees import mapped_within
+
 AUTOCAST = {"bfloat16": torch.bfloat16}
 """The dtypes of the precisions that use autocast; in all other precisions tensors are float32 throughout."""
 GPU = "cuda:0"
@@ -152,18 +154,9 @@ def _in_precision(forward: Callable[..., Any], device: torch.device, precision: 
     def cast(*inputs: Any, **options: Any) -> Any:
         with torch.autocast(device.type, dtype):
             outputs = forward(*inputs, **options)
-        return in_float32(outputs)
+        return mapped_within(lambda each: each.float() if each.is_floating_point() else each, outputs)
 
     return cast
-
-
-def in_float32(outputs: Any) -> Any:
-    """A network's outputs, of which those of floating point are float32."""
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.is_floating_point() else outputs
-    if isinstance(outputs, Mapping):
-        return {name: in_float32(each) for name, each in outputs.items()}
-    return type(outputs)(map(in_float32, outputs)) if isinstance(outputs, tuple | list) else outputs
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.platform.clients.optimizers import LOCAL_OPTIMIZERS, MOMENTUM, Keeps, LocalStep, Memory
 from fedloom.platform.data.augment import NO_AUGMENTATION, augmentation
 from fedloom.platform.data.on_device import moved, upload
-from fedloom.platform.data.trees import Tree, first, rows_of, single, taken
+from fedloom.platform.data.trees import Tree, first, mapped_within, rows_of, single, taken
 from fedloom.platform.plugins import Blamed, ComponentSpec, is_import_path
 
 if TYPE_CHECKING:
@@ -139,21 +139,12 @@ def train_locally(
             outputs = forward(x_B)
             loss = minimised(objective, outputs, y_B, own_loss)
             loss.backward()  # type: ignore[no-untyped-call]
-            outputs = detached(outputs)
+            outputs = mapped_within(Tensor.detach, outputs)
             # Selection and tables compare losses over clients, whose own losses may have different scales.
             seen.add(loss if own_loss is None else objective.loss(outputs, y_B), outputs, y_B, objective)
         optimizer.step()
         steps += 1
     return seen.summed_up(steps, sum(batch_sizes(samples, local)))
-
-
-def detached(outputs: Outputs) -> Outputs:
-    """A network's outputs without gradients."""
-    if isinstance(outputs, Tensor):
-        return outputs.detach()
-    if isinstance(outputs, Mapping):
-        return {name: detached(each) for name, each in outputs.items()}
-    return type(outputs)(map(detached, outputs)) if isinstance(outputs, tuple | list) else outputs
 
 
 def minimised(objective: Objective, outputs: Outputs, targets: Tree, own_loss: Loss | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Samples as trees of tensors: one tensor, or several by name, such as a text's tokens and the mask of its padding."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ def mapped(change: Callable[[Tensor], Tensor], tree: AnyTree) -> AnyTree:
     if isinstance(tree, Tensor):
         return change(tree)
     return cast(AnyTree, {name: change(tensor) for name, tensor in tree.items()})
+
+
+def mapped_within(change: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+    """A network's outputs with every tensor in them changed, also in nested mappings, tuples and lists."""
+    if isinstance(outputs, Tensor):
+        return change(outputs)
+    if isinstance(outputs, Mapping):
+        return {name: mapped_within(change, each) for name, each in outputs.items()}
+    return type(outputs)(mapped_within(change, e) for e in outputs) if isinstance(outputs, tuple | list) else outputs
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:

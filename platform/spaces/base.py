@@ -71,7 +71,12 @@ class Measure:
 
     def join(self, costs: Iterable[float]) -> float:
         """The total cost of several parts: their sum, or the maximum for peak measures."""
-        return float(sum(costs) if self._reduce == "sum" else max(costs))
+        return float(max(costs) if self.is_of_peaks else sum(costs))
+
+    @property
+    def is_of_peaks(self) -> bool:
+        """Whether the largest part counts instead of the sum."""
+        return self._reduce == "max"
 
     def table(self, fixed: float, options: Iterable[Sequence[float]]) -> CostTable:
         """A cost table with the given costs of the fixed part and of every option."""
@@ -325,7 +330,7 @@ class SearchSpace(Protocol):
             [cost((*first[:d], option, *first[d + 1 :])) if option else base for option in range(count)]
             for d, count in enumerate(self.options)
         ]
-        if measure.join((1.0, 1.0)) == 1.0:  # of peaks the largest counts
+        if measure.is_of_peaks:
             least_peak = min(map(min, costs))
             return measure.table(least_peak, [[v if v > least_peak else 0.0 for v in row] for row in costs])
         rows = [[value - base for value in row] for row in costs]

@@ -215,8 +215,7 @@ class LoraSpace(WithConstants, LeadingSpace):
         modules = (self._of_rank(copy.deepcopy(self._template), (i,)) for i in range(self.options[0]))
         costs = [self._measured(measure, module) for module in modules]
         first = costs[0]
-        of_peaks = measure.join((1.0, 1.0)) == 1.0
-        return measure.table(first, [[cost if of_peaks else cost - first for cost in costs]])
+        return measure.table(first, [[cost if measure.is_of_peaks else cost - first for cost in costs]])
 
 
 def without_adapters(config: SpaceConfig) -> SpaceConfig:

@@ -74,9 +74,9 @@ def test_a_decay_over_all_rounds() -> None:
 
 
 def test_maxnet_by_hand() -> None:
-    found = maxnet(sharing(False, False, True, False, False))
+    found = maxnet(sharing(False, False, True, False, False, config=CONSTANT))
     assert found.values == pytest.approx([0.025, 0.025, 0.9, 0.025, 0.025])
-    assert found.schedules == {"beta": pytest.approx(0.9)}
+    assert found.schedules == {"beta": 0.9}
 
 
 def test_after_the_decay_maxnet_is_overlap() -> None:

@@ -45,10 +45,7 @@ ELASTIC_CASES = {
         r"heuristic=static hands out a fixed family: give method.family",
     ),
     "more contributors than a tier has clients": (
-        [
-            *("experiment=fedoras_digits", "method.finetune.clients_per_round=20"),
-            "method.finetune.min_contributors=12",
-        ],
+        ["experiment=fedoras_digits", "method.finetune.clients_per_round=20", "method.finetune.min_contributors=12"],
         r"method.finetune.min_contributors=12: only 10 clients take part in a round of fine_tuned/tier4, so that",
     ),
     "nothing to train alone": (["method.separately=true", "method.family=[]"], r"method.family, which is empty"),

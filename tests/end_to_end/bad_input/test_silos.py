@@ -86,14 +86,8 @@ SILO_CASES = {
     ),
     "corrections of a part": (
         [
-            *(
-                "experiment=fednas_cifar10_small",
-                "data.dataset=digits",
-                "space.input_shape=[1,8,8]",
-                "data.train_samples=200",
-                "data.test_samples=100",
-                *FIXED,
-            ),
+            *("experiment=fednas_cifar10_small", *FIXED, "data.dataset=digits", "space.input_shape=[1,8,8]"),
+            *("data.train_samples=200", "data.test_samples=100"),
             *("method.train.local_rule=feddyn", "method.train.server=feddyn", "method.train.momentum=0"),
         ],
         r"method.train.server=feddyn: fednas also averages architecture parameters, which FedDyn's clients do not",
