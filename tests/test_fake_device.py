@@ -89,7 +89,7 @@ def test_single_updates_come_back_in_one_copy_per_type(tmp_path: Path, monkeypat
 # -- the device notices what it is there for --------------------------------------------------------------------------
 
 
-def test_of_a_tensor_that_was_left_in_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_tensor_that_was_left_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Worker.client_data
 
     def left(self: Worker, client_id: int, split: str) -> tuple[Tensor, Tensor]:
@@ -97,11 +97,11 @@ def test_of_a_tensor_that_was_left_in_main_memory(tmp_path: Path, monkeypatch: p
         return x, torch.zeros(len(y), dtype=y.dtype)
 
     monkeypatch.setattr(Worker, "client_data", left)
-    (first, *_) = done(tmp_path, *PLAIN, "executor.stack_clients=off")
+    first = first_work_of(compose_config([*PLAIN, "executor.kind=serial"]))
     assert "device" in first.failures[0]
 
 
-def test_of_a_wait_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_wait_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Objective.loss
 
     def looks(self: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -109,18 +109,18 @@ def test_of_a_wait_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return real(self, outputs, targets)
 
     monkeypatch.setattr(Objective, "loss", looks)
-    (first, *_) = done(tmp_path, *PLAIN, "executor.stack_clients=off")
+    first = first_work_of(compose_config([*PLAIN, "executor.kind=serial"]))
     assert [(where.split(" at ")[0], "test_fake_device" in where) for where in first.waits_per_step] == [("item", True)]
 
 
-def test_of_a_copy_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_copy_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Objective.loss
 
     def copies(self: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
         return real(self, outputs * torch.ones(1).to(outputs.device), targets)
 
     monkeypatch.setattr(Objective, "loss", copies)
-    (first, *_) = done(tmp_path, *PLAIN, "executor.stack_clients=off")
+    first = first_work_of(compose_config([*PLAIN, "executor.kind=serial"]))
     assert [where.split(" at ")[0] for where in first.waits_per_step] == ["blocking copy to the device"]
 
 

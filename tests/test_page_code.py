@@ -27,6 +27,7 @@ TINY = {
     "executor.kind": "serial",
     "space.stem_channels": 8,
 }
+SMALL = {**TINY, "data.train_samples": 320, "data.test_samples": 80}
 FEDORAS = {
     "tiers.paths": 2000,
     "method.search.population": 4,
@@ -34,7 +35,9 @@ FEDORAS = {
     "method.search.budget": 6,
     "method.finetune.rounds": 1,
     "method.rand_init.rounds": 1,
-    **TINY,
+    "method.finetune.clients_per_round": 2,
+    "method.rand_init.clients_per_round": 2,
+    **SMALL,
 }
 PERSONAL = """
 title: Layers that stay
@@ -68,14 +71,14 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.setattr("fedloom.experiments.report.pages.drawn", lambda _: [])  # the pictures have their own tests
-        fl.run("fedavg_digits", quiet=True, name="mean", **TINY)
-        fl.run("fedavg_digits", quiet=True, **TINY, **{"data.alpha": 0.1})
-        fl.run("fedavg_digits", quiet=True, name="adam", **TINY, **{"method.train.server": "fedadam"})
+        fl.run("fedavg_digits", quiet=True, name="mean", **SMALL)
+        fl.run("fedavg_digits", quiet=True, **SMALL, **{"data.alpha": 0.1})
+        fl.run("fedavg_digits", quiet=True, name="adam", **SMALL, **{"method.train.server": "fedadam"})
         run = fl.run("fedoras_digits", quiet=True, name="opa", **FEDORAS)
         fl.run("fedoras_digits", quiet=True, **FEDORAS, **{"method.train.weighting": "fedavg"})
         export(Path("results"), run.id, Wanted(tier="tier1"), Path(f"results/exports/{run.id}"), ["pt2"])
         sweep = swept("shrink.yaml", "experiment=./mine.yaml", {**TINY, "method.head_rounds": 1, "tiers.paths": 500})
-        yield {"RUN": run.id, "sweep": sweep, "personal": swept("personal.yaml", "experiment=fedper_digits", TINY)}
+        yield {"RUN": run.id, "sweep": sweep, "personal": swept("personal.yaml", "experiment=fedper_digits", SMALL)}
 
 
 def swept(file: str, preset: str, tiny: dict[str, Any]) -> str:

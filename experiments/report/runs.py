@@ -122,7 +122,8 @@ def write_report(
     name = ids[0]
     if len(ids) > 1:
         name += f"-and-{len(ids) - 1}-more-{sha256(chr(10).join(sorted(ids)).encode()).hexdigest()[:8]}"
-    return write_content(report_content(tables, targets), output_folder(results, out, f"reports/{name}"), ids)
+    folder = output_folder(results, out, f"reports/{name}")  # refused before anything is computed
+    return write_content(report_content(tables, targets), folder, ids)
 
 
 def report_content(tables: Tables, targets: Sequence[Target] = ()) -> Content:

@@ -70,7 +70,7 @@ class Counts:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         before = assignment.state["count"] if assignment.state else torch.tensor(0)
-        return ClientResult(samples=1, state={"count": before + 1, "pid": torch.tensor(os.getpid())})
+        return ClientResult(samples=1, state={"count": before + 1})
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,14 @@ def reports_of(results: Sequence[ChunkResult]) -> list[ClientResult]:
 
 
 # First in this file, while no pool holds the two CPUs.
-@pytest.mark.parametrize("threads", [1, 2])
-def test_torchs_threads_are_the_actors_cpus(spec: WorkerSpec, ray_cluster: None, threads: int) -> None:
-    remote = RemoteClient.options(num_cpus=threads)
-    actor = remote.remote(replace(spec, threads=threads), 0.0)
+def test_torchs_threads_are_the_actors_cpus(spec: WorkerSpec, ray_cluster: None) -> None:
+    actor = RemoteClient.options(num_cpus=2).remote(replace(spec, threads=2), 0.0)
     try:
         about = ray.get(actor.about.remote(), timeout=60)
-        assert about.threads == threads
+        assert about.threads == 2
         chunk = make_chunks(planned([Looks()]), 1)[0]
         packed = ray.get(actor.run_chunk.remote(chunk, [ray.put({})], "w@0"), timeout=60)
-        assert (packed.client_results[0].samples, packed.client_results[0].threads) == (threads, threads)
+        assert (packed.client_results[0].samples, packed.client_results[0].threads) == (2, 2)
     finally:
         ray.kill(actor)
 
@@ -180,7 +178,7 @@ class TestEveryExecutor:
         assert (report.status, report.error, report.wall_s) == ("dropped", "left the room", 0.0)
 
     def test_a_clients_state_comes_back_whoever_does_the_work(self, executor: Executor) -> None:
-        state, pids = None, set()
+        state = None
         for expected in range(1, 7):
             # Two clients at once, so that the first one's work moves between the actors.
             plan = planned([Counts(), Adds(0.0, 0.01 * (expected % 2))], state=state)
@@ -188,8 +186,6 @@ class TestEveryExecutor:
             assert report.state is not None
             state = {name: tensor.clone() for name, tensor in report.state.items()}
             assert int(state["count"]) == expected
-            pids.add(int(state["pid"]))
-        assert len(pids) >= 1
 
     def test_an_empty_plan_gives_nothing(self, executor: Executor) -> None:
         assert run(executor, [], 2) == []
@@ -201,14 +197,6 @@ class TestEveryExecutor:
     def test_threads_are_those_of_the_specification(self, executor: Executor) -> None:
         reports = reports_of(run(executor, planned([Looks()] * 4), 1))
         assert {(r.threads, r.samples, r.device) for r in reports} == {(1, 1, "cpu")}
-
-
-def test_an_actor_of_other_source_is_refused(
-    spec: WorkerSpec, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedloom.actors.actor_set.source_of", lambda _spec: "another")
-    with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another: install the same version"):
-        ActorPool(spec, [ActorGroup("clients", 1, 0.0, 0.0)])
 
 
 def test_an_actor_that_can_never_start_is_a_failed_client(
@@ -314,7 +302,11 @@ def test_an_actor_without_the_data_is_refused_in_one_line(spec: WorkerSpec, ray_
     place = f"{os.uname().nodename}/{ray.get_runtime_context().get_node_id()[:8]}"
     with pytest.raises(RunFailedError) as refusal:
         ActorPool(replace(spec, partition_path="/nowhere/p"), [ActorGroup("clients", 1, 0.0, 0.0)])
-    assert str(refusal.value).startswith(f"node {place} does not have /nowhere/p: let data.cache be")
+    assert str(refusal.value) == (
+        f"node {place} does not have /nowhere/p: let data.cache be a folder that all nodes share, or run `fedloom "
+        "prepare` for this experiment on every node (it cannot be fetched from the server: /nowhere/p/partition.json: "
+        "not found; prepare the data first)"
+    )
 
 
 def test_an_actor_that_cannot_start_ends_the_run_with_the_cause(
@@ -358,7 +350,7 @@ def test_an_actor_that_is_made_later_is_checked_too(
     monkeypatch.setattr("fedloom.actors.actor_set.source_of", lambda _spec: "another")
     pool = ActorPool(spec, [ActorGroup("clients", 1, 0.0, 0.0)], resident=True)
     try:
-        with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another"):
+        with pytest.raises(RuntimeError, match=r"runs fedloom source .* the server another: install the same version"):
             run(pool, planned([Adds(1.0)]), 1)
     finally:
         pool.close()

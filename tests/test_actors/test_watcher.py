@@ -84,28 +84,20 @@ def test_a_process_whose_name_ends_within_a_character_is_one_of_a_drivers() -> N
             process.stdin.close()
 
 
-def test_what_a_killed_driver_started_is_ended_and_only_that(
+def test_what_a_killed_driver_or_one_that_has_ended_ray_started_is_ended_and_only_that(
     tmp_path: Path, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]
 ) -> None:
     process, (started, before, after) = driver("stay")
     until(lambda: len(recorded(tmp_path)) == 2)  # the child, and what that one started
     found = recorded(tmp_path)
     assert started in {p.pid for p in found}
+    _, (of_ray, *others) = driver("end")
     process.kill()
     process.wait()
     until(lambda: not any(is_process(*p) for p in found))
+    until(lambda: process_of(of_ray) is None)
     until(lambda: not list(tmp_path.glob("*.json")))
-    assert process_of(before) is not None
-    assert process_of(after) is not None
-
-
-def test_of_a_driver_that_has_ended_ray_the_rest_is_ended_too(
-    tmp_path: Path, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]
-) -> None:
-    _, (started, before, after) = driver("end")
-    until(lambda: process_of(started) is None)
-    assert process_of(before) is not None
-    assert process_of(after) is not None
+    assert None not in [process_of(number) for number in (before, after, *others)]
 
 
 def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(

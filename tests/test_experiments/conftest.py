@@ -8,7 +8,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from fedloom.experiments.report import drawing
+from fedloom.experiments.report import drawing, pages
 from tools.screens import Terminal
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -21,6 +21,12 @@ def rough_fonts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "PDF_FONTS", 3)
         yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports whose pictures are empty files: drawing them takes most of a report's time."""
+    monkeypatch.setattr(pages, "drawn", lambda pictures: [(p, drawing.Images(b"", b"")) for p in pictures])
 
 
 @pytest.fixture(scope="session")

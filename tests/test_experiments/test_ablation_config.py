@@ -34,14 +34,6 @@ def test_every_ready_made_ablation_is_read_under_its_own_name(name: str) -> None
     found, config = load_ablation_config(name)
     assert found == name
     assert config.title.endswith("?"), "the question that it answers"
-    three = (
-        *("superfed_alpha", "superfed_participation", "optimisers", "supernet_optimisers", "selection"),
-        *("methods", "methods_cifar10", "idle_momentum", "compression", "robust", "shrinking"),
-        *("asynchronous", "asynchronous_slices"),
-        *("personal", "systems", "fedmask"),
-    )
-    many = 4 if name == "fedoras_alpha" else 3 if name in three else 2
-    assert config.seeds == ([11] if name.endswith("_tuning") else [*range(1, 1 + many)])
     assert config.figures
     assert (config.search.kind, config.scheduler.kind, config.attempts, config.concurrent) == ("grid", "none", 2, None)
     assert (CONF / "ablation" / f"{name}.yaml").read_text().startswith("# "), "says what it is"

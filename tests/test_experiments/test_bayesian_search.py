@@ -34,7 +34,8 @@ axes:
   lr: {key: method.train.lr, log_uniform: [0.001, 1]}
   epochs: {settings: {preset's: {}, two: {method.train.epochs: 2}}}
 seeds: [1]
-overrides: [method.train.rounds=1, executor.kind=serial, data.num_clients=8, method.train.clients_per_round=2]
+overrides: [method.train.rounds=1, executor.kind=serial, data.num_clients=8, method.train.clients_per_round=2,
+            data.train_samples=320, data.test_samples=80]
 search: {kind: bayesian, samples: 3, seed: 5, batch: 2}
 """
 

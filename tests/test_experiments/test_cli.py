@@ -98,14 +98,6 @@ def test_options_may_stand_between_overrides() -> None:
         assert ending.value.code == CONFIGURATION
 
 
-def test_the_module_can_be_run_as_jobs_do() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fedloom.experiments.cli", "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == OK, done.stderr
-    assert done.stdout.startswith("usage: fedloom")
-
-
 def test_a_path_is_neither_cut_nor_broken(capsys: pytest.CaptureFixture[str]) -> None:
     path = f"/{'results/' * 30}tier1.pt2"
     show_facts({"pt2": path, "test_accuracy": 0.5}, as_json=False)
@@ -269,7 +261,6 @@ def test_times_for_people(value: float, text: str) -> None:
         (OSError(36, "File name too long", "x" * 999), 2, f"fedloom: {'x' * 118}...{'x' * 119}: file name too long\n"),
         (OSError("in its own words"), 4, "fedloom: in its own words\n"),
         (MemoryError("1 TiB"), 4, "fedloom: not enough memory (1 TiB): ask for less, or use a larger machine\n"),
-        (ConnectionError("no cluster at x"), 2, "fedloom: no cluster at x\n"),
     ],
 )
 def test_what_the_machine_refuses_is_one_line_and_an_exit_code(

@@ -21,6 +21,10 @@ def test_a_new_project_runs_and_its_tests_pass(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == OK, done.stderr
     assert "my_preset: run " in done.stdout
+    first, second, *_ = done.stdout.splitlines()  # of a pipe: no control characters, nothing that is drawn again
+    assert first.startswith("run ")
+    assert second.startswith("fedavg                1/1  clients 6/6  loss ")
+    assert "\x1b" not in done.stdout
     assert (folder / "results").is_dir()
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
     passed = subprocess.run(tests, cwd=folder, capture_output=True, text=True, check=False)

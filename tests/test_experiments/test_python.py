@@ -133,6 +133,7 @@ def test_a_started_run_is_watched_stopped_and_tells_how_it_failed(tmp_path: Path
         fl.start("fedavg_digits", sed=1)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_ablation_has_the_bits_of_its_runs_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"none": {}, "prox": {"method": {"train": {"local_rule": "fedprox", "options": {"mu": 1.0}}}}}
     over = {"data.alpha": [0.1, 10.0], "rule": settings}

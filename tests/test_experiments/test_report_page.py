@@ -140,6 +140,7 @@ def test_a_report_is_complete_and_self_contained(tmp_path: Path, colours: Callab
     assert "| tier1 | 5-0 | 100 | 55 | 7 | 50.0 |" in text
     assert all(f"({name})" in text for name in pictures(files))
     assert not list(files.folder.glob(".*"))
+    assert files._repr_html_().startswith("<iframe srcdoc=")
 
 
 def test_everything_on_the_page_is_escaped() -> None:
@@ -153,6 +154,7 @@ def test_everything_on_the_page_is_escaped() -> None:
     assert "a\\|b" in markdown_page(Content("t", (), (), (Block("t", (), ("a|b",), (("c",),)),), ()))
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("stages", "plots"), [("none", 0), ("supernet", 2)])
 def test_an_unfinished_run_is_reported_with_what_is_missing(tmp_path: Path, stages: str, plots: int) -> None:
     writer = write_run(tmp_path, "r1", stages=stages)
@@ -171,6 +173,7 @@ def test_an_unfinished_run_is_reported_with_what_is_missing(tmp_path: Path, stag
     writer.close()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_of_a_run_at_work_loads_itself_again_until_it_is_done(tmp_path: Path) -> None:
     writer = write_run(tmp_path, "r1", stages="supernet")
     writer.commit()
@@ -188,6 +191,7 @@ def test_the_page_of_a_run_at_work_loads_itself_again_until_it_is_done(tmp_path:
     writer.close()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_following_a_run_writes_its_report_until_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +221,7 @@ def test_a_number_is_broken_over_lines_only_before_its_interval() -> None:
     assert '<td class="text">a b</td>' in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_plain_fedavg_run_without_evaluation_is_reported(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path, "fedavg", "r1")
     config = {"tiers": {"count": 4, "upper_bounds": None, "cost": "macs"}, "method": {"name": "fedavg"}}
@@ -231,6 +236,7 @@ def test_a_plain_fedavg_run_without_evaluation_is_reported(tmp_path: Path) -> No
     assert (row["tier"], row["architecture"], row["test_rand_init"]) == ("tier1", "0-0", None)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_several_runs_share_a_report_and_experiments_have_plots_of_their_own(tmp_path: Path) -> None:
     for i in (1, 2):
         write_run(tmp_path, f"r{i}", seed=i).close()

@@ -91,8 +91,7 @@ def shown(root: Path, run_ids: Sequence[str], width: int = 150) -> str:
 def page_of(root: Path, run_ids: Sequence[str]) -> str:
     """The page without its pictures, which take long to draw."""
     with pytest.MonkeyPatch.context() as patch:
-        for pictures in ("subnet_pictures", "silo_pictures", "stage_pictures"):
-            patch.setattr(f"fedloom.experiments.report.runs.{pictures}", lambda *_: ())
+        patch.setattr("fedloom.experiments.report.pages.drawn", lambda _: [])
         return write_report(root, run_ids, root / "out").markdown.read_text()
 
 
@@ -189,6 +188,9 @@ def test_one_setting_is_named_after_its_experiment_alone(tmp_path: Path) -> None
     assert "## Tiers: demo\n\nThe values of 2 runs, which give no interval." in page
     assert "| experiment | model | tier |" in page
     assert "weighting=" not in page.split("## Runs")[0]
+    assert page.startswith("# demo: 2 runs\n")
+    assert "## Settings" not in page
+    assert "| setting |" not in page
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -280,6 +282,7 @@ def test_a_setting_that_alone_has_something_to_show_keeps_its_name(tmp_path: Pat
     assert names_of(pareto_figure(pareto(tables), settings)) == [OPA]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_many_settings_are_spread_over_sheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "MOST_SETTINGS", 2)  # panels take long to draw
     runs = ["r0", "r1", "r2"]
@@ -295,6 +298,7 @@ def test_many_settings_are_spread_over_sheets(tmp_path: Path, monkeypatch: pytes
     assert page.count("Settings 1 to 2 of 3.") == page.count("Settings 3 to 3 of 3.") == 3
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_has_a_figure_for_all_settings_of_an_experiment(tmp_path: Path) -> None:
     runs = write_opa_and_fedavg(tmp_path)
     files = write_report(tmp_path, runs)
@@ -345,14 +349,6 @@ def test_a_report_of_several_settings_says_in_what_they_differ(tmp_path: Path) -
     }
     assert [s["setting"] for s in values["settings"]] == [OPA, FEDAVG, "other"]
     json.dumps(values, allow_nan=False)
-
-
-def test_a_report_of_one_setting_has_no_table_of_settings(tmp_path: Path) -> None:
-    write_opa_and_fedavg(tmp_path)
-    page = page_of(tmp_path, ["a1", "a2"])
-    assert page.startswith("# demo: 2 runs\n")
-    assert "## Settings" not in page
-    assert "| setting |" not in page
 
 
 def test_all_differences_are_said_where_names_have_no_room(tmp_path: Path) -> None:

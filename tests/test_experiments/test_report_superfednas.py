@@ -317,6 +317,7 @@ def test_unequal_terms_are_said_and_other_data_is_not_compared(tmp_path: Path) -
     assert comparison.differences == ("method.train.lr (0.1 and 0.2)",)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_dry_run_says_that_nothing_was_trained_and_shows_its_totals(tmp_path: Path) -> None:
     write_alone(tmp_path, "r1", FAMILY, dry=True)
     text = shown(summary_table(tmp_path, "r1"))

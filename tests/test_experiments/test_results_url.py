@@ -23,6 +23,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_commands_read_results_at_a_url(
     tmp_path: Path,
     tiny_config: Callable[..., RunConfig],

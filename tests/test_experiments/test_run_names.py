@@ -90,6 +90,7 @@ def test_a_name_of_two_runs_is_refused_with_their_ids(results: Path, tmp_path: P
     assert find_run(tmp_path, "twin").run_id == "a"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_status_and_reports_show_names_and_take_tags(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--results", str(results)]
     assert call("status", *place) == 0

@@ -1,6 +1,5 @@
 """What a run looks like on terminals of several sizes, and that pipes and plain terminals get plain lines."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -192,11 +191,3 @@ def test_a_run_in_a_real_terminal_says_at_once_what_it_does_and_ends_cleanly_on_
     (ended,) = [i for i, line in enumerate(lines) if line.startswith("interrupted after")]
     assert lines[ended + 1].startswith("fedloom: run interrupted: the round in progress was not")
     assert run.written.endswith(b"\r\n")
-
-
-def test_a_pipe_gets_neither_control_characters_nor_what_is_being_started(tmp_path: Path) -> None:
-    done = subprocess.run(command(tmp_path, "method.train.rounds=1"), capture_output=True, text=True, check=True)
-    assert "\x1b" not in done.stdout
-    first, second, *_ = done.stdout.splitlines()
-    assert first.startswith("run ")
-    assert second.startswith("fedavg                1/1  clients 2/2  loss ")

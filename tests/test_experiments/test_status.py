@@ -117,6 +117,7 @@ def test_what_is_asked_about_a_run_costs_the_same_among_many(
     assert not any("a00" in access for access in alone)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_and_a_resume_among_many(
     tmp_path: Path, accesses: Callable[[Callable[[], object]], list[str]], tiny_config: Callable[..., RunConfig]
 ) -> None:

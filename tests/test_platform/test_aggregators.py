@@ -4,19 +4,21 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Update, WeightedSums
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import ExecutorConfig, RunConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.plugins import ComponentSpec, PluginError
-from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.spaces.slices import Slice
 
 PLUGINS = Path(__file__).resolve().parent.parent / "plugins"
@@ -111,7 +113,9 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], problem: str) -> 
 
 
 @pytest.mark.parametrize("supernet", [False, True])
-def test_a_run_gives_the_same_bits_whatever_the_chunks(supernet: bool, tiny_config: Callable[..., RunConfig]) -> None:
+def test_a_run_gives_the_same_bits_whatever_the_chunks(
+    supernet: bool, tiny_config: Callable[..., RunConfig], run_stages: Any
+) -> None:
     """Single updates have no tree of sums: not even the chunk size changes a bit."""
 
     def trained(aggregator: str, chunk_size: int) -> list[float]:
@@ -122,9 +126,10 @@ def test_a_run_gives_the_same_bits_whatever_the_chunks(supernet: bool, tiny_conf
         else:
             plain = TrainingConfig(rounds=2, clients_per_round=5, aggregator=aggregator, evaluate_every=1)
             config = replace(config, method=FedAvgConfig(train=plain))
-        run_id = start_run(config, make_serial)
-        frame = pd.read_parquet(Path(config.results) / "evaluations")
-        return frame[(frame["run_id"] == run_id) & frame["stage"].isin(["supernet", "fedavg"])]["value"].tolist()
+        world = build_world(config)
+        memory, _ = run_stages(world, build_stages(world)[:1], RunState())
+        values: list[float] = memory.table("evaluations")["value"].tolist()
+        return values
 
     small = trained("median:median", 1)
     assert small == trained("median:median", 4)

@@ -26,10 +26,12 @@ from fedloom.platform.averaging.attacks import (
 )
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.processors import Message, Payload, ServerContext, Traffic
-from fedloom.platform.federation.config import AttackConfig, DevicesConfig, RunConfig
+from fedloom.platform.federation.algorithm import RunState
+from fedloom.platform.federation.config import AttackConfig, DevicesConfig, ExecutorConfig, RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.federation.world import drawn_attackers
+from fedloom.platform.federation.world import build_world, drawn_attackers
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.spaces.slices import Slice
@@ -114,45 +116,50 @@ def test_colluders_that_hold_different_slices_agree_where_both_hold_a_scalar() -
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def trained(config: RunConfig) -> dict[str, pd.DataFrame]:
-    run_id = start_run(config, make_serial)
-    tables = {name: pd.read_parquet(Path(config.results) / name) for name in ("clients", "evaluations")}
-    return {name: table[table["run_id"] == run_id] for name, table in tables.items()}
+Make = Callable[..., RunConfig]
 
 
-def scores(tables: dict[str, pd.DataFrame]) -> list[float]:
-    return [float(value) for value in tables["evaluations"]["value"]]
+def fedavg_under(
+    tiny_config: Make, attack: str, chunk_size: int, rounds: int, stack_clients: str = "auto", **train: Any
+) -> RunConfig:
+    """Six of eight clients in each round of FedAvg, of whom two fifths attack if an attack is named."""
+    training = TrainingConfig(rounds=rounds, clients_per_round=6, batch_size=16, evaluate_every=1, **train)
+    return tiny_config(
+        method=FedAvgConfig(architecture="0-1-2", train=training, evaluate=False),
+        attack=AttackConfig(share=0.4, name=attack) if attack else AttackConfig(),
+        executor=ExecutorConfig(kind="serial", chunk_size=chunk_size, stack_clients=stack_clients),
+    )
 
 
-@pytest.mark.parametrize("attack", ["label_flip", "sign_flip", "gaussian", "alie", "inner_product"])
-def test_attacks_on_the_mean_and_on_a_median(attack: str, tmp_path: Path) -> None:
-    def run(*changes: str) -> dict[str, pd.DataFrame]:
-        return trained(compose_config([*TINY, f"results={tmp_path}", *changes]))
+@pytest.mark.parametrize("attack", ["label_flip", "gaussian", "alie"])
+def test_attacks_on_the_mean_and_on_a_median(attack: str, tiny_config: Make, run_in_memory: Any) -> None:
+    """On labels, on each change alone, and in collusion."""
 
-    attacked = run("attack.share=0.4", f"attack.name={attack}")
-    rows = attacked["clients"]
+    def run(chunk_size: int, aggregator: str) -> tuple[pd.DataFrame, list[float]]:
+        config = fedavg_under(tiny_config, attack, chunk_size, rounds=2, aggregator=aggregator)
+        _, memory, _ = run_in_memory(config)
+        return memory.table("clients"), memory.table("evaluations")["value"].tolist()
+
+    rows, attacked = run(2, "mean")
     rows = rows[rows["client_id"].notna()]
-    assert set(rows.loc[rows["attacker"], "client_id"]) <= drawn_attackers(0.4, 10, seed=1)
+    assert set(rows.loc[rows["attacker"].astype(bool), "client_id"]) <= drawn_attackers(0.4, 8, seed=1)
     assert 0 < rows["attacker"].mean() < 1
-    assert all(math.isfinite(value) for value in scores(attacked))
-    again = run("attack.share=0.4", f"attack.name={attack}", "executor.chunk_size=1", "method.train.aggregator=median")
-    other = run("attack.share=0.4", f"attack.name={attack}", "executor.chunk_size=6", "method.train.aggregator=median")
-    assert scores(again) == scores(other) != scores(attacked)
+    assert all(map(math.isfinite, attacked))
+    assert run(1, "median")[1] == run(6, "median")[1] != attacked
 
 
-def test_labels_are_flipped_in_stacks_as_in_single_clients(tmp_path: Path) -> None:
-    def losses(*changes: str) -> Tensor:
-        config = compose_config([*TINY, f"results={tmp_path}", "method.train.rounds=1", *changes])
-        return torch.tensor(trained(config)["clients"]["loss"].dropna().tolist())
+def test_labels_are_flipped_in_stacks_as_in_single_clients(tiny_config: Make, run_in_memory: Any) -> None:
+    def losses(attack: str, stack_clients: str) -> Tensor:
+        _, memory, _ = run_in_memory(fedavg_under(tiny_config, attack, 6, rounds=1, stack_clients=stack_clients))
+        return torch.tensor(memory.table("clients")["loss"].dropna().tolist())
 
-    flipped = ("attack.share=0.5", "attack.name=label_flip", "executor.chunk_size=6")
-    stacked, alone = losses(*flipped, "executor.stack_clients=6"), losses(*flipped, "executor.stack_clients=off")
+    stacked, alone = losses("label_flip", "6"), losses("label_flip", "off")
     torch.testing.assert_close(stacked, alone, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(stacked, losses("executor.chunk_size=6", "executor.stack_clients=6"), rtol=1e-2)
+    assert not torch.allclose(stacked, losses("", "6"), rtol=1e-2)
 
 
 def test_colluders_of_asynchronous_rounds_are_those_that_answer(
-    tiny_config: Callable[..., RunConfig], run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Make, run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that began in an earlier round."""
     forged, on_updates = list[int](), Attackers.on_updates
@@ -175,12 +182,13 @@ def test_colluders_of_asynchronous_rounds_are_those_that_answer(
     assert forged == attacks["client_id"].tolist()
 
 
-def test_attackers_of_a_supernet_send_slices(tiny_config: Callable[..., RunConfig]) -> None:
+def test_attackers_of_a_supernet_send_slices(tiny_config: Make, run_stages: Any) -> None:
     config = tiny_config()
     train = replace(config.method.train, rounds=2, clients_per_round=6, min_contributors=1, aggregator="rfa")
     attack = replace(config.attack, share=0.3, name="alie", options={"z": 1.0})
-    tables = trained(replace(config, attack=attack, method=replace(config.method, train=train)))
-    assert tables["clients"]["attacker"].any()
+    world = build_world(replace(config, attack=attack, method=replace(config.method, train=train)))
+    memory, _ = run_stages(world, build_stages(world)[:1], RunState())
+    assert memory.table("clients")["attacker"].any()
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,10 @@ def test_a_checkpoint_can_be_moved(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "new").data == {"round": 1}
 
 
-@pytest.mark.parametrize("function", ["replace", "fsync", "unlink"])
-@pytest.mark.parametrize("step", range(12))
+@pytest.mark.parametrize(
+    ("function", "step"),
+    [*(("replace", n) for n in range(3)), *(("fsync", n) for n in range(6)), *(("unlink", n) for n in range(2))],
+)
 def test_a_crash_between_any_two_steps_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int
 ) -> None:
@@ -99,16 +101,12 @@ def test_a_crash_between_any_two_steps_leaves_a_whole_checkpoint(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    crashed = False
     with monkeypatch.context() as patch:
         patch.setattr(*target, crashing)
-        try:
+        with pytest.raises(KeyboardInterrupt):
             save_checkpoint(tmp_path, new, {"round": 1}, saved)
-        except KeyboardInterrupt:
-            crashed = True
     found = load_checkpoint(tmp_path)
     number = found.data["round"]
-    assert crashed or number == 1
     for group in found.groups.values():
         assert group.tensors["w"].tolist() == [float(number)] * 2
     # The resumed run saves another content under the version that the crashed save may have left behind.

@@ -103,6 +103,7 @@ ELASTIC = {**IMAGES, **STAGES, "expansions": [0.5, 1.0]}
 DEEP = {**IMAGES, "stage_widths": [4, 6], "stage_layers": [1, 2], "stage_strides": [1, 2]}
 CELLS = {**IMAGES, "channels": 4, "cells": 3, "nodes": 1}
 FORMER: Mapping[str, Any] = {"embedding_size": 6, "attention_heads": 3, "mlp_ratio": 2.0, "blocks": [1, 2]}
+RESNET = {**IMAGES, "blocks": [2, 1, 1, 1]}
 VIT = {**FORMER, **IMAGES, "patch_size": 4}
 GPT = {**FORMER, "input_shape": [6], "num_classes": 9}
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -119,14 +120,14 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "darts_s4": CELLS,
     "darts_full": CELLS,
     "darts_s2_small": {**CELLS, "nodes": 2},
-    "resnet18": {**IMAGES, "stem_channels": 8},
-    "resnet18_small": {**IMAGES, "stem_channels": 8, "norm": "group"},
-    "resnet34": {**IMAGES, "stem_channels": 8},
+    "resnet18": {**RESNET, "stem_channels": 8},
+    "resnet18_small": {**RESNET, "stem_channels": 8, "norm": "group"},
+    "resnet34": {**RESNET, "stem_channels": 8},
     "darts_v2": {**IMAGES, "channels": 4, "cells": 3},
     "darts_v2_small": {**IMAGES, "channels": 4, "cells": 3},
     "fednas_v1": {**IMAGES, "channels": 4},
-    "resnet18_modular": {**IMAGES, "stem_channels": 4},
-    "resnet18_modular_small": {**IMAGES, "stem_channels": 4, "modules": 3},
+    "resnet18_modular": {**RESNET, "stem_channels": 4},
+    "resnet18_modular_small": {**RESNET, "stem_channels": 4, "modules": 3},
     "cnn_width": {**IMAGES, "stage_widths": [6, 9], "widths": [0.5, 1.0]},
     "resnet_width": {**IMAGES, "stem_channels": 4, "widths": [0.5, 1.0]},
     "lstm_width": {"input_shape": [7], "num_classes": 5, "channels": 6, "embedding_size": 4, "widths": [0.5, 1.0]},
@@ -134,9 +135,9 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "resnet_split": {**IMAGES, "stem_channels": 4, "widths": [0.5, 1.0]},
     "split": {**IMAGES, "widths": [0.5, 1.0], "options": {"network": f"{__name__}:perceptron"}},
     "cnn_depth": DEEP,
-    "resnet_depth": {**IMAGES, "stem_channels": 4},
+    "resnet_depth": {**RESNET, "stem_channels": 4},
     "cnn_scaled": {**DEEP, "widths": [0.5, 1.0]},
-    "resnet_scaled": {**IMAGES, "stem_channels": 4, "widths": [0.4, 0.6, 0.8, 1.0]},
+    "resnet_scaled": {**RESNET, "stem_channels": 4, "widths": [0.4, 0.6, 0.8, 1.0]},
     "vit_elastic": {**VIT, "head_shares": [0.5, 1.0], "expansions": [0.5, 1.0]},
     "gpt_elastic": {**GPT, "head_shares": [0.5, 1.0], "expansions": [0.5, 1.0]},
     "vit_width": {**VIT, "widths": [0.5, 1.0]},
@@ -168,8 +169,8 @@ def test_every_space_is_checked() -> None:
     assert set(SMALL) == set(SPACES.known)
 
 
-LARGE = ("darts_s1", "darts_full")
-"""As darts_s2_small, with more operators."""
+LARGE = ("darts_s1", "darts_s3", "darts_full", "resnet_split")
+"""As darts_s2_small with more operators, and as cnn_split on resnet_width's network."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in SMALL])

@@ -226,15 +226,15 @@ def times_served(config: RunConfig, rows: pd.DataFrame) -> tuple[Counter[int], C
     return Counter(rows["client_id"]), by_subnet[largest], by_subnet[smallest]
 
 
-def test_tracking_serves_all_clients_alike_over_a_thousand_rounds(elastic_config: Make, tmp_path: Path) -> None:
-    config = many_rounds(elastic_config, 1000)
+def test_tracking_serves_all_clients_alike_over_many_rounds(elastic_config: Make, tmp_path: Path) -> None:
+    config = many_rounds(elastic_config, 300)
     rows = run(config, tmp_path / "dry")["clients"]
-    assert len(rows) == 8000
+    assert len(rows) == 2400
     took_part, *served = times_served(config, rows)
     assert len(took_part) == 20
-    assert max(took_part.values()) - min(took_part.values()) > 20, "clients are drawn, not taken in turn"
+    assert max(took_part.values()) - min(took_part.values()) > 10, "clients are drawn, not taken in turn"
     for count in served:
-        assert count.total() >= 1000, "one in every round"
+        assert count.total() >= 300, "one in every round"
         assert max(count.values()) - min(count.values()) <= SPREAD
         for a, b in itertools.combinations(range(20), 2):
             if took_part[a] == took_part[b]:

@@ -12,6 +12,8 @@ import pytest
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.event_files import EventFiles, final_scores, scalars
 from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
@@ -99,11 +101,6 @@ def test_a_run_writes_its_rounds_and_final_scores(tiny_config: Tiny) -> None:
     assert json.loads(text.removeprefix("```\n").removesuffix("\n```"))["method"]["name"] == "fedoras"
 
 
-def test_without_the_option_there_are_none(tiny_config: Tiny) -> None:
-    config = tiny_config()
-    assert not folder_of(config, start_run(config, make_serial)).exists()
-
-
 def stop_after(rounds: int) -> Watcher:
     """A watcher that stops the run after so many rounds."""
     answers = iter([False] * (rounds - 1) + [True])
@@ -113,6 +110,7 @@ def stop_after(rounds: int) -> Watcher:
 @pytest.mark.parametrize("every", [1, 100])
 def test_a_resumed_run_continues_without_doubled_or_missing_steps(tiny_config: Tiny, every: int) -> None:
     config = tiny_config(tensorboard=True)
+    config.method.finetune.rounds = config.method.rand_init.rounds = 0
     config.checkpoint.every = every
     with pytest.raises(InterruptedRunError):
         start_run(config, make_serial, stop_after(3))
@@ -164,7 +162,8 @@ def test_a_disk_that_refuses_stops_no_run(
         monkeypatch.setattr(EventsWriter, "__init__", full)
     else:
         monkeypatch.setattr(EventsWriter, "write_event", full_after_two)
-    config = tiny_config(tensorboard=True)
+    train = TrainingConfig(rounds=3, clients_per_round=3, batch_size=16)
+    config = tiny_config(tensorboard=True, method=FedAvgConfig(architecture="0-1-2", train=train))
     run_id = start_run(config, make_serial)
     assert read_table(Path(config.results), "runs", run_id=run_id)["status"].tolist() == ["done"]
     warnings = [r.message for r in caplog.records if "TensorBoard" in r.message]

@@ -35,7 +35,7 @@ def num_parameters(space: FixedSpace) -> int:
 
 
 TINY = space_of("resnet18_small", input_shape=[3, 8, 8], stem_channels=8)
-TINY_CELLS = space_of("darts_v2_small", input_shape=[3, 8, 8], channels=4)
+TINY_CELLS = space_of("darts_v2_small", input_shape=[3, 8, 8], channels=4, cells=3)
 both = pytest.mark.parametrize("space", [TINY, TINY_CELLS], ids=["resnet18", "darts_v2"])
 
 

@@ -72,8 +72,8 @@ def test_the_time_left_is_that_of_all_stages_to_come(
     config = tiny_config()
     config.method.train = replace(config.method.train, rounds=4, evaluate_every=0)
     config.method.search = replace(config.method.search, budget=12)
-    config.method.finetune = replace(config.method.finetune, rounds=4, epochs=3, clients_per_round=2)
-    config.method.rand_init = replace(config.method.rand_init, rounds=12, epochs=3, clients_per_round=2)
+    config.method.finetune = replace(config.method.finetune, rounds=4, epochs=3, clients_per_round=2, batch_size=64)
+    config.method.rand_init = replace(config.method.rand_init, rounds=12, epochs=3, clients_per_round=2, batch_size=64)
     rounds = told(config)
     estimated = ratios(rounds, lambda p: p.left_s)[1:]
     assert len(estimated) > 15
@@ -88,6 +88,7 @@ def test_a_search_says_how_many_generations_are_to_come(
 ) -> None:
     config = tiny_config()
     config.method.search = replace(config.method.search, population=4, offspring=2, budget=9)
+    config.method.train.rounds = config.method.finetune.rounds = config.method.rand_init.rounds = 0
     search = [p for p in told(config) if p.stage == "search/tier1"]
     assert [(p.round + 1, p.rounds_total) for p in search] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 

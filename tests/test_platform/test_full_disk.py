@@ -55,7 +55,7 @@ def test_a_full_disk_leaves_no_run_or_one_that_ends_the_same(
     stable_rows: Any,
     assert_same_rows: Any,
 ) -> None:
-    whole = elastic_config_in(tmp_path / "whole")
+    whole = elastic_config_in(tmp_path / "whole", train={"epochs": 1, "batch_size": 64})
     disk = Disk(monkeypatch, tmp_path)
     run_id = start_run(whole, make_serial)
     expected, changes = stable_rows(tmp_path / "whole", run_id), disk.done

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import BudgetConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError
+from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import build_world
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.results.manifest import Manifest, problems
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import TABLES, read_table
@@ -30,6 +33,13 @@ Make = Callable[..., RunConfig]
 def originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a stored run's data is looked for, wherever it was when the run began."""
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def tiny_config(tiny_config: Make) -> Make:
+    """Runs of FedAvg: what is compared is the same for every method."""
+    train = TrainingConfig(rounds=2, clients_per_round=3, batch_size=16)
+    return partial(tiny_config, method=FedAvgConfig(architecture="0-1-2", train=train, evaluate=False))
 
 
 def write_data(file: Path, add: int = 0) -> None:

@@ -28,7 +28,6 @@ from fedloom.platform.federation.config import CheckpointConfig, ExecutorConfig,
 from fedloom.platform.federation.loop import InterruptedRunError, Loop, RunFailedError
 from fedloom.platform.federation.method import Stage
 from fedloom.platform.federation.recorder import Recorder, restored_state
-from fedloom.platform.federation.world import World
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile
@@ -349,13 +348,6 @@ def test_checkpoints_are_written_every_so_many_rounds(setting: Setting, monkeypa
     monkeypatch.setattr(recorder_module, "save_checkpoint", spy)
     setting.loop(Counting(rounds=5), checkpoint=CheckpointConfig(every=2)).run(RunState())
     assert written == [(0, 2), (0, 4), (1, 0)]
-
-
-# -- a whole run, killed anywhere and resumed -------------------------------------------------------------------------
-
-
-def serial(world: World) -> SerialExecutor:
-    return SerialExecutor(Worker(world.spec))
 
 
 def test_a_number_as_a_key_of_the_state_s_values_is_refused_before_a_resume_reads_it_as_a_text(

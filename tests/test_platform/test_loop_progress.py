@@ -1,7 +1,6 @@
 """What a watcher is told of a round: of which data its accuracy is, and what was scored on validation data."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +8,8 @@ import pytest
 from fedloom.platform.clients.assignments import ClientResult, Evaluation, Measurement
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress, Validated, split_of, validated
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.runs.run import Watcher, make_serial, start_run
 
 
@@ -52,10 +53,10 @@ def test_validation_where_nobody_trained_is_after_no_number_of_rounds() -> None:
 
 def test_a_run_tells_of_validation_after_its_last_round(tiny_config: Callable[..., RunConfig]) -> None:
     told: list[RoundProgress] = []
-    config = tiny_config()
-    config.method.train = replace(config.method.train, rounds=3, evaluate_every=2)
+    train = TrainingConfig(rounds=3, clients_per_round=3, batch_size=16, evaluate_every=2)
+    config = tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train))
     start_run(config, make_serial, Watcher(round=told.append))
-    of_training = [p for p in told if p.stage == "supernet"]
+    of_training = [p for p in told if p.stage == "fedavg"]
     assert [p.validated and p.validated.rounds for p in of_training] == [0, None, 3]
     assert {p.metric_of for p in of_training} == {"train"}
     scored = [p for p in told if p.stage == "evaluation"]

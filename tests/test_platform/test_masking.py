@@ -12,7 +12,8 @@ from fedloom.platform.clients.networks import MixedNetwork
 from fedloom.platform.clients.trainer import client_samples, train_network
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.data.config import DataConfig
+from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.silo_search import Perturbation, batch_statistics, with_row
 from fedloom.platform.methods.spider import SpiderConfig
@@ -44,9 +45,13 @@ class Silo:
         return search.decided(self.worker, place, network, self.weights, data)[0]
 
 
-@pytest.fixture
-def silo(silo_config: Make) -> Silo:
-    worker = Worker(build_world(silo_config(SpiderConfig(), space=STEM, train_samples=300)).spec)
+@pytest.fixture(scope="module")
+def silo(tiny_config_in: Make, tmp_path_factory: pytest.TempPathFactory) -> Silo:
+    data = DataConfig(num_clients=3, train_samples=300, test_samples=80, validation_share=0.25)
+    tiers = TiersConfig(count=1, paths=100)
+    folder = tmp_path_factory.mktemp("silo")
+    config = tiny_config_in(folder, method=SpiderConfig(), space=STEM, data=data, tiers=tiers)
+    worker = Worker(build_world(config).spec)
     first = worker.space.initial_weights(torch_stream(1, "first"))
     place = Assignment("train", 0, 0, "tier1", None)  # type: ignore[arg-type]
     local = LocalSGD(epochs=4, batch_size=16, lr=0.05, momentum=0.9)
@@ -72,7 +77,7 @@ def chosen_by_hand(silo: Silo, kept: Subspace, decision: int, order: torch.Tenso
 def test_a_masked_network_scores_as_one_of_its_own_that_lacks_the_operator(silo: Silo, statistics: str) -> None:
     kept, search = silo.space.largest_subspace, Perturbation(99, statistics=statistics, batch_size=9)
     assert len(silo.worker.client_data(0, "validation")[1]) % 9 != 1, "no sample joins another batch"
-    for round_ in range(4):
+    for round_ in range(2):
         found = silo.decided(search, kept, round_)
         seed = silo.worker.spec.training_seed
         shuffle = torch_stream(seed, "masked_batches", "train", round_, 0)
@@ -89,8 +94,10 @@ def test_the_two_statistics_can_choose_differently(silo: Silo) -> None:
     """In a trained supernet: the stored statistics are those of the sum of both operators, a mask leaves one."""
     kept = silo.space.largest_subspace
     everything = torch.arange(len(silo.worker.client_data(0, "validation")[1]))
-    by = {s: [chosen_by_hand(silo, kept, d, everything, s) for d in range(10)] for s in ("batch", "running")}
-    assert by["batch"] != by["running"]
+    assert any(
+        chosen_by_hand(silo, kept, d, everything, "batch") != chosen_by_hand(silo, kept, d, everything, "running")
+        for d in range(10)
+    )
 
 
 def test_scoring_with_batch_statistics_leaves_the_stored_ones_and_the_modes(silo: Silo) -> None:

@@ -282,7 +282,7 @@ def test_loss_distributions_do_not_know_cohorts_of_a_fixed_size() -> None:
 def private(make: Make, clip: float | None, noise: float, **train: Any) -> RunConfig:
     known = {"rounds": 3, "clients_per_round": 4, "batch_size": 16, "weighting": "plain", "evaluate_every": 0, **train}
     training = TrainingConfig(privacy=PrivacyConfig(clip=clip, noise=noise), **known)
-    return make(method=FedAvgConfig(architecture="0-1-2", train=training))
+    return make(method=FedAvgConfig(architecture="0-1-2", train=training, evaluate=False))
 
 
 def weights_after(run_in_memory: Any, config: RunConfig) -> tuple[dict[str, Tensor], list[Any]]:
@@ -327,7 +327,7 @@ def test_a_stage_that_undoes_privacy_is_warned_of(
 
 @pytest.mark.parametrize("method", ["fedoras", "superfednas"])
 def test_supernets_of_every_averaging_rule_can_be_private(
-    tiny_config: Make, elastic_config: Make, run_in_memory: Any, method: str
+    tiny_config: Make, elastic_config: Make, run_stages: Any, method: str
 ) -> None:
     privacy = PrivacyConfig(clip=1.0, noise=0.5, weight_cap=100.0)
     if method == "fedoras":
@@ -335,7 +335,8 @@ def test_supernets_of_every_averaging_rule_can_be_private(
         config.method.train = replace(config.method.train, privacy=privacy, min_contributors=1, rounds=2)
     else:
         config = elastic_config(train={"privacy": privacy})
-    _, memory, _ = run_in_memory(config)
+    world = build_world(config)
+    memory, _ = run_stages(world, build_stages(world)[:1], RunState())
     rows = [row for r in memory.records for table, row in r.rows if table == "rounds" and row["stage"] == "supernet"]
     assert all(row["epsilon"] > 0 for row in rows)
     last = [r.state for r in memory.records if r.state is not None and "supernet" in r.state.groups][-1]

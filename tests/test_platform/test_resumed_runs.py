@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from fedloom.platform.federation.config import (
     TiersConfig,
 )
 from fedloom.platform.federation.loop import AT_ONCE, InterruptedRunError, Loop, RoundProgress, RunFailedError
+from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.status import read_status
@@ -64,6 +67,14 @@ def restless(make: Callable[..., RunConfig]) -> RunConfig:
     config.method.rand_init.rounds = 0  # the same stage as fine-tuning
     config.method.evaluation.clients_per_tier = 1
     return config
+
+
+@pytest.fixture
+def fedavg_config(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
+    """Makes configurations of FedAvg, in which all clients train alone in each of three rounds."""
+    train = TrainingConfig(rounds=3, clients_per_round=8, batch_size=16)
+    executor = ExecutorConfig(kind="serial", stack_clients="off")
+    return partial(tiny_config, method=FedAvgConfig(architecture="0-1-2", train=train), executor=executor)
 
 
 def contents(root: Path) -> dict[str, list[dict[str, Any]]]:
@@ -135,8 +146,8 @@ def test_the_same_configuration_gives_the_same_bits_whatever_the_checkpoints(
             assert one[table] == two[table]
 
 
-def test_a_finished_run_is_not_run_again(tiny_config: Callable[..., RunConfig]) -> None:
-    config = tiny_config()
+def test_a_finished_run_is_not_run_again(fedavg_config: Callable[..., RunConfig]) -> None:
+    config = fedavg_config()
     run_id = start_run(config, make_serial)
     before = contents(Path(config.results))
     (paths,) = list_runs(Path(config.results))
@@ -154,8 +165,8 @@ def test_a_finished_run_is_not_run_again(tiny_config: Callable[..., RunConfig]) 
 # -- how a run ends ---------------------------------------------------------------------------------------------------
 
 
-def test_the_status_file_tells_how_it_ended(tiny_config: Callable[..., RunConfig]) -> None:
-    config = tiny_config()
+def test_the_status_file_tells_how_it_ended(fedavg_config: Callable[..., RunConfig]) -> None:
+    config = fedavg_config()
     ids: list[str] = []
     asked = iter([False, True])
     with pytest.raises(InterruptedRunError):
@@ -169,7 +180,7 @@ def test_the_status_file_tells_how_it_ended(tiny_config: Callable[..., RunConfig
     resume_run(config, ids[0], make_serial)
     assert read_status(paths.status).state == "done"
     (run,) = read(paths, "runs").to_dict("records")
-    assert (run["status"], run["error"], run["method"], run["space"]) == ("done", None, "fedoras", "cnn_digits")
+    assert (run["status"], run["error"], run["method"], run["space"]) == ("done", None, "fedavg", "cnn_digits")
     assert run["ended"] >= run["started"]
 
 
@@ -198,12 +209,12 @@ def test_a_run_that_is_interrupted_before_it_has_an_id_has_not_begun(
 
 
 def test_a_value_error_of_a_run_at_work_is_its_failure_not_the_configurations(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    fedavg_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise ValueError("a row is too wide")
 
-    config = tiny_config()
+    config = fedavg_config()
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "run", broken)
         end = run_to_end(config, make_serial, Watcher())
@@ -212,8 +223,8 @@ def test_a_value_error_of_a_run_at_work_is_its_failure_not_the_configurations(
     assert run_to_end(config, make_serial, Watcher(), Resume(end.run_id)).kind == "done"
 
 
-def test_the_consoles_lines_are_in_the_runs_log(tiny_config: Callable[..., RunConfig]) -> None:
-    config = tiny_config()
+def test_the_consoles_lines_are_in_the_runs_log(fedavg_config: Callable[..., RunConfig]) -> None:
+    config = fedavg_config()
     asked = iter([False, True])
     told: list[RoundProgress] = []
     run_to_end(config, make_serial, Watcher(round=told.append, should_stop=lambda: next(asked)))
@@ -222,13 +233,13 @@ def test_the_consoles_lines_are_in_the_runs_log(tiny_config: Callable[..., RunCo
     lines = [line.partition(",")[2][4:] for line in (paths.logs / "console.log").read_text().splitlines()]
     rounds = [round_line(progress) for progress in told]
     begun = f"run {paths.run_id}"
-    assert lines == [begun, *rounds[:2], "interrupted: stopped after round 2 of supernet", begun, *rounds[2:], "done"]
+    assert lines == [begun, *rounds[:2], "interrupted: stopped after round 2 of fedavg", begun, *rounds[2:], "done"]
 
 
 def test_a_failed_run_says_why_and_can_be_resumed(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    fedavg_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config()
+    config = fedavg_config()
     clean = replace(config, results=str(Path(config.results).with_name("clean")))
     start_run(clean, make_serial)
     client_data = Worker.client_data
@@ -257,14 +268,14 @@ def test_a_failed_run_says_why_and_can_be_resumed(
 
 
 def test_of_a_diverged_run_it_is_said_what_to_do_which_is_not_to_resume(
-    tiny_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
+    fedavg_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config()
+    config = fedavg_config()
     config.method.train.lr = 1e30
     end = run_to_end(config, make_serial, Watcher())
     RunView().end(end, config.results)
     line = capsys.readouterr().err
-    assert line.startswith("fedloom: run failed: the training diverged in supernet, round 1: loss or weights of 4 of 4")
+    assert line.startswith("fedloom: run failed: the training diverged in fedavg, round 1: loss or weights of 8 of 8")
     assert "start a new run with a lower learning rate" in line
     assert "fedloom resume" not in line
     RunView().end(replace(end, message="bad sector"), config.results)
@@ -288,8 +299,8 @@ def test_a_name_of_another_run_is_refused_before_anything_is_written(tiny_config
     assert leave_finished(config, first.run_id) is None, "its own name"
 
 
-def test_a_dry_run_leaves_its_name_to_the_run_that_it_was_made_for(tiny_config: Callable[..., RunConfig]) -> None:
-    config = replace(tiny_config(), name="baseline")
+def test_a_dry_run_leaves_its_name_to_the_run_that_it_was_made_for(fedavg_config: Callable[..., RunConfig]) -> None:
+    config = replace(fedavg_config(), name="baseline")
     assert run_to_end(replace(config, dry_run=True), make_serial, Watcher()).kind == "done"
     run = run_to_end(config, make_serial, Watcher())
     assert run.kind == "done"
@@ -298,7 +309,7 @@ def test_a_dry_run_leaves_its_name_to_the_run_that_it_was_made_for(tiny_config: 
 
 
 def test_the_executor_is_closed_however_the_run_ends(
-    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    fedavg_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
 
@@ -309,7 +320,7 @@ def test_the_executor_is_closed_however_the_run_ends(
     def make(world: World) -> Executor:
         return Closing(Worker(world.spec))
 
-    start_run(tiny_config(), make)
+    start_run(fedavg_config(), make)
     with pytest.raises(InterruptedRunError):
-        start_run(tiny_config(), make, Watcher(should_stop=lambda: True))
+        start_run(fedavg_config(), make, Watcher(should_stop=lambda: True))
     assert closed == ["closed", "closed"]

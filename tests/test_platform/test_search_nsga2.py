@@ -96,25 +96,25 @@ def choices_of(table: CostTable) -> Problem:
     return Problem(len(last), n_obj=2, n_ieq_constr=1, xl=np.zeros_like(last), xu=last, vtype=int)
 
 
-def test_ten_thousand_children_are_valid() -> None:
+def test_thousands_of_children_are_valid() -> None:
     """The tier is narrow and some operators unsupported, so that most children need repair."""
     rows = tuple((*row[:8], float("inf")) for row in ROWS)
     table, interval = CostTable("macs", 100.0, rows), Interval(420.0, 424.0)
     sampler, problem = IntervalSampler(table, interval), choices_of(table)
     rng = np.random.Generator(np.random.PCG64(0))
     parents = DistinctSampling(lambda n, rng: sample_new(sampler, n, (), rng))(problem, 200, random_state=rng)
-    pairs = parents[rng.integers(200, size=(5_000, 2))]
+    pairs = parents[rng.integers(200, size=(1_000, 2))]
     children = HalfGeneCrossover()(problem, pairs, random_state=rng)
     children = GenomeMutation(PlainGenome((9,) * 16), 0.3)(problem, children, random_state=rng)
     bred = children.get("X").copy()
     X = IntervalRepair(sampler)(problem, children, random_state=rng).get("X")
-    assert X.shape == (10_000, 16)
+    assert X.shape == (2_000, 16)
     assert np.issubdtype(X.dtype, np.integer)
     assert X.min() >= 0
     assert X.max() <= 7
     costs = [table.cost(row) for row in X.tolist()]
     assert all(interval.contains(cost) for cost in costs)
-    assert sum(not interval.contains(table.cost(row)) for row in bred.tolist()) > 5_000
+    assert sum(not interval.contains(table.cost(row)) for row in bred.tolist()) > 1_000
     # A repair keeps most genes: a fresh draw would share about one in eight.
     assert (bred == X).mean() > 0.7
 
@@ -143,16 +143,17 @@ def test_crossover_takes_every_gene_equally_often() -> None:
 def test_mutation_moves_to_every_other_option_at_its_rate() -> None:
     last = np.array([3, 0, 1])
     problem = Problem(3, n_obj=2, xl=np.zeros_like(last), xu=last, vtype=int)
-    before = np.tile([2, 0, 1], (20_000, 1))
+    before = np.tile([2, 0, 1], (5_000, 1))
     rng = np.random.Generator(np.random.PCG64(0))
     genome = PlainGenome((4, 1, 2))
     after = GenomeMutation(genome, 0.3)(problem, Population.new("X", before.copy()), random_state=rng).get("X")
-    shares = [np.bincount(after[:, gene], minlength=4) / 20_000 for gene in range(3)]
-    assert np.allclose(shares[0], [0.1, 0.1, 0.7, 0.1], atol=0.015)
+    shares = [np.bincount(after[:, gene], minlength=4) / 5_000 for gene in range(3)]
+    assert np.allclose(shares[0], [0.1, 0.1, 0.7, 0.1], atol=0.03)
     assert shares[1].tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert np.allclose(shares[2], [0.3, 0.7, 0.0, 0.0], atol=0.015)
-    still = GenomeMutation(genome, 0.0)(problem, Population.new("X", before.copy()), random_state=rng).get("X")
-    assert np.array_equal(still, before)
+    assert np.allclose(shares[2], [0.3, 0.7, 0.0, 0.0], atol=0.03)
+    few = before[:100]
+    still = GenomeMutation(genome, 0.0)(problem, Population.new("X", few.copy()), random_state=rng).get("X")
+    assert np.array_equal(still, few)
 
 
 def test_repair_leaves_sound_children_alone_and_moves_others_little() -> None:

@@ -1,9 +1,6 @@
 """Random streams: derived from what they are for, and from nothing else."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import torch
@@ -35,7 +32,8 @@ def test_different_keys_give_different_streams() -> None:
 
 
 def test_the_values_of_today_are_those_of_tomorrow() -> None:
-    # Golden: a change here breaks every published result and every run that is to be resumed.
+    # Golden: a change here breaks every published result and every run that is to be resumed. Each session of tests
+    # has another PYTHONHASHSEED, so nothing depends on hashes either.
     assert stream(1, "select", "supernet", 4, 17).integers(0, 1_000_000, 3).tolist() == [805820, 151186, 309455]
     assert torch.randint(0, 1_000_000, (3,), generator=torch_stream(1, "batches", "supernet", 4, 17)).tolist() == [
         554966,
@@ -68,14 +66,6 @@ def test_global_generators_are_left_alone() -> None:
     before = torch.get_rng_state()
     torch.rand(4, generator=torch_stream(1, "batches"))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_streams_are_the_same_in_every_process() -> None:
-    code = "from fedloom.platform.seeding import stream; print(stream(7, 'x', 'y', 1).random())"
-    # Another hash seed: nothing may depend on the order of a set or a dictionary's hashes.
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.strip() == str(stream(7, "x", "y", 1).random())
 
 
 def test_neighbouring_streams_are_not_correlated() -> None:

@@ -105,14 +105,9 @@ def test_superfednas_from_end_to_end(elastic_config: Make, results_of: Any) -> N
     assert len(final[final["client_id"].notna()]) == 2 * 8
     (kept,) = results["models"].to_dict("records")
     assert kept["parameters"] == cost["parameters"].cost(space.largest)
-
-
-def test_any_subnet_can_be_cut_from_the_kept_supernet(elastic_config: Make, results_of: Any) -> None:
-    config = elastic_config()
-    results, space = results_of(config), space_of(build_world(config))
     tensors, _ = load_model(results.paths, "supernet")
     assert {n: tuple(t.shape) for n, t in tensors.items()} == dict(supernet_shapes(space))
-    for architecture in list(space.enumerate())[::5]:
+    for architecture in list(space.enumerate())[::5]:  # any subnet can be cut from what is kept
         subnet = space.build_subnet(architecture)
         subnet.load_state_dict(extract(tensors, space.slices(architecture)))
         with torch.no_grad():
@@ -159,20 +154,20 @@ def test_deepfednas_trains_on_the_path_and_searches_by_fitness_without_samples(
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_every_variant_trains(elastic_config: Make, name: str, results_of: Any) -> None:
-    config = elastic_config(train={"rounds": 1, "evaluate_every": 0, **VARIANTS[name]})
-    results = results_of(config)
-    assert set(results.clients("supernet")["status"]) == {"ok"}
-    beta = results["rounds"].set_index("stage")["beta"]["supernet"]
-    assert (beta is None) == (name == "random and overlap")
+def test_every_variant_trains(elastic_config: Make, name: str, begun: Any) -> None:
+    stepper = begun(elastic_config(train={"rounds": 1, "evaluate_every": 0, **VARIANTS[name]}))
+    stepper.step()
+    assert {report.status for report in stepper.results[0].client_results} == {"ok"}
+    assert ("beta" in stepper.plans[0].schedules) == (name != "random and overlap")
 
 
 @pytest.mark.parametrize(("norm", "lr"), [("none", 1.0), ("batch", 0.2), ("group", 0.2)])
-def test_training_lowers_the_loss(elastic_config: Make, norm: str, lr: float, results_of: Any) -> None:
+def test_training_lowers_the_loss(elastic_config: Make, norm: str, lr: float, run_stages: Any) -> None:
     # Without norms the first gradients are small: torch's weights shrink the signal from layer to layer.
     train = {"rounds": 4, "epochs": 3, "clients_per_round": 6, "lr": lr, "evaluate_every": 1, "evaluate": ["largest"]}
-    evaluations = results_of(elastic_config(norm, train=train))["evaluations"]
-    losses = evaluations[(evaluations["stage"] == "supernet") & (evaluations["metric"] == "loss")].sort_values("round")
+    world = build_world(elastic_config(norm, train=train))
+    evaluations = run_stages(world, build_stages(world)[:1], RunState())[0].table("evaluations")
+    losses = evaluations[evaluations["metric"] == "loss"].sort_values("round")
     assert losses["round"].tolist() == [0, 1, 2, 3, 4]
     assert losses["value"].iloc[-1] < losses["value"].iloc[0] - 0.05
 

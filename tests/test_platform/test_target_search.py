@@ -47,6 +47,7 @@ SEARCH = TargetSearchConfig(samples=30, min_tau=-1.0, population=10, generations
 
 
 TRAINED = {"rounds": 3, "epochs": 6, "lr": 0.1}
+ONE_ROUND = {"rounds": 1, "evaluate_every": 0}
 """Enough for subnets to differ."""
 
 
@@ -93,7 +94,8 @@ def test_a_poor_predictor_ends_without_winners_and_with_everything_else(
 
 
 def test_without_predictors_every_candidate_is_scored(elastic_config: Make) -> None:
-    results = run(elastic_config(method={"search": replace(SEARCH, samples=0, predictor="none", budget=6)}))
+    search = replace(SEARCH, samples=0, predictor="none", budget=6)
+    results = run(elastic_config(method={"search": search}, train=ONE_ROUND))
     candidates = read_table(results, "candidates")
     assert candidates.groupby("tier", observed=True).size().to_dict() == {"tier1": 6, "tier2": 6}
     assert candidates.metric.notna().all()
@@ -111,7 +113,8 @@ def test_a_space_of_fewer_subnets_than_a_predictor_needs_is_refused_before_train
 
 
 def test_one_subnet_per_target_can_be_scored_without_predictors(elastic_config: Make) -> None:
-    results = run(elastic_config(method={"search": replace(SEARCH, samples=0, predictor="none", budget=1)}))
+    search = replace(SEARCH, samples=0, predictor="none", budget=1)
+    results = run(elastic_config(method={"search": search}, train=ONE_ROUND))
     assert read_table(results, "candidates").winner.tolist() == [True, True]
 
 

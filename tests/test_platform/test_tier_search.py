@@ -216,8 +216,7 @@ def empty_tier(world: World) -> tuple[list[float], int]:
     return [lowest, (lowest + costs[3]) / 2, costs[-1]], models
 
 
-@pytest.mark.parametrize("scoring", ["central", "federated"])
-@pytest.mark.parametrize("searcher", ["nsga2", "random"])
+@pytest.mark.parametrize(("scoring", "searcher"), [("central", "nsga2"), ("federated", "random")])
 def test_a_tier_without_models_and_one_with_few_end_cleanly(
     tiny_config: Make, scoring: str, searcher: str, results_of: Any
 ) -> None:

@@ -219,41 +219,6 @@ def test_every_point_is_run_with_every_seed(name: str, ready_made: Mapping[str, 
     assert all(value in axes[axis] for t in ablation.trials for axis, value in t.setting.items())
 
 
-def test_the_numbers_of_trials(ready_made: Mapping[str, Ablation]) -> None:
-    assert {name: len(ablation.trials) for name, ablation in ready_made.items()} == {
-        "alpha": 6,
-        "asynchronous": 12,
-        "asynchronous_slices": 12,
-        "beta_schedule": 24,
-        "comm_budget": 24,
-        "compression": 21,
-        "distribution_averaging": 8,
-        "fedmask": 9,
-        "fedoras_alpha": 12,
-        "idle_momentum": 6,
-        "init": 8,
-        "methods": 36,
-        "methods_cifar10": 33,
-        "methods_cifar10_tuning": 33,
-        "methods_tuning": 36,
-        "optimisers": 27,
-        "optimisers_tuning": 54,
-        "participation": 6,
-        "personal": 90,
-        "robust": 264,
-        "search": 18,
-        "selection": 15,
-        "shrinking": 15,
-        "spider_lambda": 8,
-        "spider_statistics": 4,
-        "superfed_alpha": 9,
-        "superfed_participation": 9,
-        "supernet_optimisers": 15,
-        "systems": 12,
-        "tier_split": 14,
-    }
-
-
 def settings_of(ablation: Ablation) -> list[tuple[str, ...]]:
     """The overrides of the trials of the first seed."""
     return [t.overrides for t in ablation.trials if t.seed == 1]

@@ -105,6 +105,7 @@ def test_silos_score_their_models_after_the_round(tmp_path: Path) -> None:
     assert (row["evaluations"], row["rounds"], row["megabytes"]) == (2, 3, 12)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_table_of_a_report_has_what_was_asked_for_or_what_the_runs_were_to_end_at(
     seeds: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_best_epoch_on_test_data_counts_where_it_was_measured_and_is_named(s
     assert "best epoch on the test data" in " ".join(gains_block(tables).text)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("gains", "models"),
     [
@@ -87,6 +88,7 @@ def test_table_and_figure_say_whose_accuracies_they_compare(silos: Any, gains: d
     assert page.count(models) == 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_part_of_the_matrix_is_square_with_gaps(silos: Any) -> None:
     writer = silos.begin("r1")
     writer.add_training([(silos.DECIDED,) * 3])

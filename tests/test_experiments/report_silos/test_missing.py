@@ -121,6 +121,7 @@ def test_a_silo_without_test_samples_has_no_pairs_to_miss(silos: Any) -> None:
     assert said_of(silos) == ""
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_several_modules_per_edge_are_no_unfinished_search_where_nothing_is_searched(silos: Any) -> None:
     for run_id, method in (("r1", {"name": "fedmn"}), ("r2", {"name": "spider", "search": {"start": 1}})):
         writer = silos.begin(run_id, method["name"], method={**method, "train": {"rounds": 1}})

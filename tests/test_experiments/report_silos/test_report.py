@@ -54,6 +54,7 @@ def test_json_holds_settings_silos_matrix_gains_and_phases(silos: Any) -> None:
     assert values["fairness"] == values["per_tier"] == values["summary"] == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_in_training_says_that_nothing_was_measured_yet(silos: Any) -> None:
     writer = silos.begin("r1", status="running")
     writer.add_training([(silos.UNDECIDED,) * 3, (silos.HALF,) * 3])
@@ -82,6 +83,7 @@ def test_a_search_that_ended_too_early_is_said(silos: Any) -> None:
     assert "undecided edges in silos 1, 2" in silos.summary("r1")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_dry_run_shows_what_it_counted_and_says_that_nothing_was_trained(silos: Any) -> None:
     writer = silos.begin("r1", dry_run=True)
     work = {"clients_planned": 3, "bytes_down": 30, "bytes_up": 60, "macs": 9, "simulated_s": 1.0}
@@ -94,6 +96,7 @@ def test_a_dry_run_shows_what_it_counted_and_says_that_nothing_was_trained(silos
     assert "30 B" in silos.summary("r1")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_runs_with_tiers_keep_their_tables_beside_silos(silos: Any) -> None:
     silos.spider("r1")
     writer = silos.begin("r2", "fedavg", method={"name": "fedavg"})
@@ -114,6 +117,7 @@ def test_runs_with_tiers_keep_their_tables_beside_silos(silos: Any) -> None:
     assert "convergence-spider_tiny" not in {p.stem for p in files.plots}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_of_a_fixed_network_has_no_cells_phases_or_gains(silos: Any) -> None:
     silos.fixed("r1")
     files = write_report(silos.root)
@@ -122,6 +126,7 @@ def test_a_run_of_a_fixed_network_has_no_cells_phases_or_gains(silos: Any) -> No
     assert "neighbours' share" in files.markdown.read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_several_runs_have_figures_together_and_of_each(silos: Any) -> None:
     silos.spider("r1")
     silos.spider("r2", 0.05, seed=2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from fedloom.experiments.cli import main
 from fedloom.experiments.reproduce.items import load_given
 from fedloom.experiments.reproduce.plan import Asked, parts_of
+from fedloom.experiments.reproduce.records import read_record
 from fedloom.experiments.store.ablations import FOLDER, Trial, ablation_ids, read_ablation
 
 TINY, ON = (str(Path(__file__).parent / "tiny" / f"tab{number}.yaml") for number in (1, 2))
@@ -311,6 +313,7 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     preset = tmp_path / "mine.yaml"
     preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {lr: 0.1}}\n")
     text = own.read_text().replace("experiment: fedavg_digits", f"experiment: {preset}")
+    text = text.replace("seeds: [1, 2, 3]", "seeds: [1]")
     own.write_text(text)
     elsewhere = ("--results", str(tmp_path / "elsewhere"))
     assert command(str(own), "--record", *elsewhere)[0] == 0
@@ -322,7 +325,7 @@ def test_a_record_of_other_runs_does_not_count(command: Command, results: Path, 
     other = read(command, *shown)
     assert (other["recorded"], "or reads them in another way" in other["missing"][-1]) == (None, True)
     code, _, err = command(str(own), "--record", *elsewhere)
-    assert (code, "has 6 runs of what the item ran or read before: delete the file" in " ".join(err.split())) == (
+    assert (code, "has 2 runs of what the item ran or read before: delete the file" in " ".join(err.split())) == (
         2,
         True,
     )
@@ -412,12 +415,14 @@ def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, 
         {"values": 3}, {"more": 1}, {"hours": None}, {"hours": "x"}, {"ablations": []},
         {"runs": [float("inf"), 1]}, {"runs": [0, 6]},
     )  # fmt: skip
-    for text in ("{", "[]", *(json.dumps({**content, **change}) for change in changes)):
+    for text in ("[]", *(json.dumps({**content, **change}) for change in changes), "{"):
         file.write_text(text)
-        for asked in (("--list", "--recorded"), ("--record",), ("--show", "--recorded")):
-            code, _, err = command(str(own), *asked, "--results", str(own.parent / "elsewhere"))
-            assert (code, err.count("\n"), f"{file} is damaged: delete it, and record again" in err) == (2, 1, True)
-        assert command("--list", str(own), "--results", str(results))[0] == 0  # it asks for no record
+        with pytest.raises(ValueError, match=f"^{re.escape(str(file))} is damaged: delete it, and record again[^\n]*$"):
+            read_record(file)
+    for asked in (("--list", "--recorded"), ("--record",), ("--show", "--recorded")):
+        code, _, err = command(str(own), *asked, "--results", str(own.parent / "elsewhere"))
+        assert (code, err.count("\n"), f"{file} is damaged: delete it, and record again" in err) == (2, 1, True)
+    assert command("--list", str(own), "--results", str(results))[0] == 0  # it asks for no record
 
 
 @pytest.mark.parametrize(

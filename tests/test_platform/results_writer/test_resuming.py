@@ -38,8 +38,8 @@ def test_special_floats_survive(tmp_path: Path, flushed: bool) -> None:
 
 
 @pytest.mark.parametrize("rows_per_file", [4, 1000])
-@pytest.mark.parametrize("flush_after", [None, 0, 3, 6, 9])
-@pytest.mark.parametrize("back_to", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("flush_after", [None, 3, 9])
+@pytest.mark.parametrize("back_to", [0, 2, 5, 9])
 def test_resuming_restores_exactly_the_position(
     tmp_path: Path, rows_per_file: int, flush_after: int | None, back_to: int, add_rounds: AddRounds, rounds: Rounds
 ) -> None:
