@@ -370,6 +370,11 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
     tiers = range(len(world.tiers))
     sequence: list[Stage] = [supernet_stage(world, config.train)]
     sequence += [TierSearchStage(world, config.search, goal) for goal in tier_goals(world, config.search)]
+    if config.search.scoring == "federated" and config.search.validation_share < 1:
+        logger.warning(
+            "method.search.validation_share=%g is for what the server scores: clients score on all of theirs",
+            config.search.validation_share,
+        )
     if config.search.statistics == ESTIMATED and world.space.keeps_statistics:
         sequence.append(SliceStage(world))
     sequence += [tier_stage(world, config.finetune, tier, "fine_tuned", "method.finetune") for tier in tiers]

@@ -209,7 +209,7 @@ class ScoreProto:
         metric = Measurement(
             PERSONAL, network.name, "test", "classifier_accuracy", by_classifier.metric, by_classifier.samples
         )
-        return scored_outcome(worker, network, score, (*rows, metric))
+        return scored_outcome(worker, network, score, (*rows, metric), 2 * score.samples)  # by either classifier
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

@@ -87,10 +87,12 @@ class ScoreNearest:
             near = nearest_labels(queries, features, store[1], classes, k, scale, leave_one_out=leave_one_out)
             return near, logits.double().softmax(dim=1)
 
+        passes = len(store[1])
         if self.use_validation:
             share = best_share(*mixture(features, store_logits, leave_one_out=True), store[1])
         else:
             x, y = _single(worker.client_data(client_id, "validation"))
+            passes += len(y)
             share = best_share(*mixture(*features_and_logits(network, x)), y)
         x, y = _single(worker.client_data(client_id, "test"))
         near, predicted = mixture(*features_and_logits(network, x))
@@ -100,7 +102,7 @@ class ScoreNearest:
             *final_measurements(worker, PERSONAL, network, mixed),
             Measurement(PERSONAL, network.name, None, "neighbour_share", share, 0),
         )
-        return scored_outcome(worker, network, mixed, rows)
+        return scored_outcome(worker, network, mixed, rows, passes + len(y))
 
 
 def _single(data: Samples) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,10 @@ def oort(
         fresh = _by_samples(choice, fresh_s, choice.size - len(exploited), longest_s, penalty)
         memory["all_explored"] = memory["all_explored"] or not fresh_s
     else:
-        exploited = _by_utility(choice, utilities, math.ceil((1 - share) * choice.size), cutoff)
+        kept = math.ceil((1 - share) * choice.size)
+        if kept == choice.size and share > 0:  # so few would never explore: one of them does at times
+            kept -= choice.rng.random() < share * choice.size
+        exploited = _by_utility(choice, utilities, kept, cutoff)
         fresh = _by_speed(choice, set(explored), choice.size - len(exploited))
     if len(exploited) + len(fresh) < choice.size:  # nobody is left to be explored
         rest = {c: 1.0 if released else u for c, u in utilities.items() if c not in exploited}

@@ -84,7 +84,8 @@ class TrainMeta:
         scores = validation_scores(worker, assignment, network) if self.validation == "scored" else ()
         samples = rows_of(data[1])
         outcome = trained_outcome(shared, samples, update_of(shared, samples, self.rules.weighting))
-        return replace(outcome, macs=BATCHES_PER_STEP * outcome.macs, measurements=scores)
+        macs = BATCHES_PER_STEP * (shared.macs - shared.rule_macs) + shared.rule_macs
+        return replace(outcome, macs=macs, measurements=scores)
 
 
 @dataclass

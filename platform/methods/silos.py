@@ -311,12 +311,12 @@ def final_measurements(worker: Worker, model: str, network: Network, score: Scor
 
 
 def scored_outcome(
-    worker: Worker, network: Network, score: Score, measurements: tuple[Measurement, ...]
+    worker: Worker, network: Network, score: Score, measurements: tuple[Measurement, ...], passes: int | None = None
 ) -> ClientResult:
-    """The outcome of scoring a network."""
+    """The outcome of scoring a network; `passes` are the samples that it saw, if others than the score's."""
     return ClientResult(
         samples=score.samples,
-        macs=network.macs * score.samples,
+        macs=network.macs * (score.samples if passes is None else passes),
         parameters=network.parameters(worker),
         measurements=measurements,
         clock_factor=EVALUATION_FACTOR,

@@ -209,6 +209,7 @@ class TierSearchStage(Stage):
         if world.availability is None:
             whole = choose_cohort(world, self.name, state.round - part, eligible, size, uniform, {})
             client_ids = tuple(c for i, c in enumerate(whole.client_ids) if i % config.scoring_rounds == part)
+            whole = replace(whole, probability=whole.probability * len(client_ids) / max(1, len(whole.client_ids)))
         else:
             size = config.clients_per_round
             whole = choose_cohort(world, self.name, state.round, eligible, size, uniform, {}, now_s=starts_s)

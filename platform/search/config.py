@@ -27,7 +27,7 @@ class SearchConfig:
         Literal["estimated", "averaged"],
         "batch norms of a path: estimated for it on unlabelled samples, or averaged over clients",
     ] = "estimated"
-    validation_share: Annotated[float, SHARE, "share of the validation data used for scoring (App. K.1)"] = 1.0
+    validation_share: Annotated[float, SHARE, "share of the server's validation data used for scoring (App. K.1)"] = 1.0
     options: Annotated[dict[str, Any], "options of a user's own searcher, by name"] = field(default_factory=dict)
 
 

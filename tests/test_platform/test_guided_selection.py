@@ -105,6 +105,14 @@ def test_oort_explores_by_speed_and_less_and_less() -> None:
     assert explored == [8, 4, 2]  # .9 * .98, .9 * .98^30 = .49, and the least: .2
 
 
+def test_oort_explores_at_times_where_its_share_of_the_cohort_is_less_than_one_client() -> None:
+    history = {i: record(last_round=1) for i in range(30)}
+    cohorts = [oort(choice(history, 60, 2, 200, seed=seed)) for seed in range(100)]  # .2 of two clients
+    explored = [sum(r == "explored" for r in cohort.reasons.values()) for cohort in cohorts]
+    assert set(explored) == {0, 1}
+    assert 25 < sum(explored) < 55
+
+
 def test_oort_fills_the_cohort_when_everybody_is_explored() -> None:
     cohort = oort(choice({i: record() for i in range(10)}, size=6))
     assert len(cohort.client_ids) == 6

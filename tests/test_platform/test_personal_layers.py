@@ -199,6 +199,8 @@ def test_two_rounds_of_fedproto_by_hand(chain: Make, run_in_memory: Run) -> None
     assert set(clients["bytes_down"]) == {8}
     scored = memory.table("evaluations").query("stage == 'evaluation' and metric == 'accuracy'")
     assert scored["value"].tolist() == [1.0, 1.0], "the class without a prototype is not predicted"
+    ends = memory.table("clients").query("stage == 'evaluation'")
+    assert set(ends["macs"] / ends["samples"]) == {2 * (1 + 2)}, "by prototypes and by the classifier"
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------

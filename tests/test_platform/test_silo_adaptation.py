@@ -153,6 +153,8 @@ def test_a_share_of_0_is_the_shared_model(federation: Federation, monkeypatch: p
 def test_neighbours_are_found_by_what_enters_the_classifier(federation: Federation, joined: bool) -> None:
     outcome = federation.do(ScoreNearest(SUBNET, neighbours=3, use_validation=joined))
     splits = ("train", "validation") if joined else ("train",)
+    seen = sum(len(federation.data(split)[1]) for split in ("train", "validation", "test"))
+    assert outcome.macs == federation.world.macs_table.cost(ONLY) * seen, "its store, what it is tuned on, and the test"
 
     def features(split: str) -> Tensor:
         headless = federation.module().eval()

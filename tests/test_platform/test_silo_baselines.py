@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, Task
+from fedloom.platform.clients.local_rules import LocalRule
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import Objective
 from fedloom.platform.clients.trainer import Train
@@ -195,7 +196,9 @@ def batches_of(data: Data, generator: torch.Generator, local: LocalSGD = LOCAL) 
     return [(x[i], y[i]) for i in batch_indices(len(y), local.batch_size, local.epochs, generator)]
 
 
-def test_a_round_of_per_fedavg_is_first_order_maml_and_counts_two_batches_per_step(federation: Federation) -> None:
+def test_a_round_of_per_fedavg_is_first_order_maml_and_counts_two_batches_per_step(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outcome = federation.do(TrainMeta(SUBNET, LOCAL, inner_lr=0.1, rules=RULES, validation="unused"))
     data = federation.data()
     batches = batches_of(data, federation.stream("batches"))
@@ -206,6 +209,9 @@ def test_a_round_of_per_fedavg_is_first_order_maml_and_counts_two_batches_per_st
     assert len(batches) >= 3
     per_sample = federation.world.macs_table.cost(ONLY)
     assert outcome.macs == pytest.approx(2 * per_sample * len(data[1]))
+    monkeypatch.setattr(LocalRule, "extra_passes", 1)
+    once_more = federation.do(TrainMeta(SUBNET, LOCAL, inner_lr=0.1, rules=RULES, validation="unused"))
+    assert once_more.macs == pytest.approx(3 * per_sample * len(data[1])), "a rule's own pass is not doubled"
     assert (outcome.steps, outcome.samples) == (len(batches), len(data[1]))
     assert outcome.state is None
     assert outcome.bytes_up == outcome.bytes_down == bytes_of(federation.weights)

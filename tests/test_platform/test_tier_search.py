@@ -85,6 +85,7 @@ def test_federated_search_sends_the_union_once_to_distinct_clients(tiny_config: 
             assert set(rows["bytes_up"]) == {16 * len(architectures)}
             assert len(rows) == 4
             assert len(set(rows["client_id"])) == 4, "nobody is asked twice in a generation"
+            assert set(rows["selection_probability"]) == {2 / len(world.eligible_by_tier[index])}, "in each round"
             assert set(rows["client_id"]) <= set(world.eligible_by_tier[index].tolist())
             macs = sum(world.macs_table.cost(a) for a in architectures)
             trained = world.data.sizes("train")  # what their statistics are estimated from
