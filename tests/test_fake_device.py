@@ -27,6 +27,10 @@ def done(tmp_path: Path, *overrides: str) -> list[Work]:
     return work_of(compose_config([*overrides, "executor.kind=serial", f"results={tmp_path / 'results'}"]))
 
 
+def first_of_plain() -> Work:
+    return first_work_of(compose_config([*PLAIN, "executor.kind=serial"]))
+
+
 needs_data = pytest.mark.skipif(
     not os.environ.get("FEDLOOM_DATA"), reason="needs CIFAR-10 and Shakespeare: set FEDLOOM_DATA to their folder"
 )
@@ -97,7 +101,7 @@ def test_of_a_tensor_that_was_left_in_main_memory(monkeypatch: pytest.MonkeyPatc
         return x, torch.zeros(len(y), dtype=y.dtype)
 
     monkeypatch.setattr(Worker, "client_data", left)
-    first = first_work_of(compose_config([*PLAIN, "executor.kind=serial"]))
+    first = first_of_plain()
     assert "device" in first.failures[0]
 
 
@@ -109,7 +113,7 @@ def test_of_a_wait_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, outputs, targets)
 
     monkeypatch.setattr(Objective, "loss", looks)
-    first = first_work_of(compose_config([*PLAIN, "executor.kind=serial"]))
+    first = first_of_plain()
     assert [(where.split(" at ")[0], "test_fake_device" in where) for where in first.waits_per_step] == [("item", True)]
 
 
@@ -120,7 +124,7 @@ def test_of_a_copy_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, outputs * torch.ones(1).to(outputs.device), targets)
 
     monkeypatch.setattr(Objective, "loss", copies)
-    first = first_work_of(compose_config([*PLAIN, "executor.kind=serial"]))
+    first = first_of_plain()
     assert [where.split(" at ")[0] for where in first.waits_per_step] == ["blocking copy to the device"]
 
 

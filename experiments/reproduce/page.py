@@ -32,6 +32,7 @@ SHIFT, APART = 0.2, 0.04
 
 def write_page(board: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
     """Writes report.html, report.md, tables.tex and the figures into the folder."""
+    folder = output_folder(results, out, "reports/scoreboard")  # refused before anything is computed
     outcomes = [entry.outcomes[scale] for entry in board for scale in SCALES if scale in entry.outcomes]
     measured = [outcome for outcome in outcomes if any(row.measured is not None for row in outcome.rows)]
     content = Content(
@@ -46,7 +47,7 @@ def write_page(board: Sequence[Entry], results: Path, out: Path) -> ReportFiles:
         ),
         pictures=(drawn for outcome in measured if (drawn := picture(outcome)) is not None),
     )
-    return write_content(content, output_folder(results, out, "reports/scoreboard"), ())
+    return write_content(content, folder, ())
 
 
 def picture(outcome: Outcome) -> Picture | None:

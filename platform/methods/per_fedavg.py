@@ -84,7 +84,7 @@ class TrainMeta:
         scores = validation_scores(worker, assignment, network) if self.validation == "scored" else ()
         samples = rows_of(data[1])
         outcome = trained_outcome(shared, samples, update_of(shared, samples, self.rules.weighting))
-        macs = BATCHES_PER_STEP * (shared.macs - shared.rule_macs) + shared.rule_macs
+        macs = BATCHES_PER_STEP * network.macs_of(shared.figures) + shared.rule_macs
         return replace(outcome, macs=macs, measurements=scores)
 
 

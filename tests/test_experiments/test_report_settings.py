@@ -24,6 +24,8 @@ from fedloom.experiments.report.tiers import pareto_figure
 from fedloom.platform.results.writer import RunWriter
 
 OPA, FEDAVG = "demo, weighting=opa", "demo, weighting=fedavg"
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROUNDS = 3
 
 
@@ -89,10 +91,7 @@ def shown(root: Path, run_ids: Sequence[str], width: int = 150) -> str:
 
 
 def page_of(root: Path, run_ids: Sequence[str]) -> str:
-    """The page without its pictures, which take long to draw."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedloom.experiments.report.pages.drawn", lambda _: [])
-        return write_report(root, run_ids, root / "out").markdown.read_text()
+    return write_report(root, run_ids, root / "out").markdown.read_text()
 
 
 def rows_of(page: str, title: str) -> list[list[str]]:
@@ -282,7 +281,6 @@ def test_a_setting_that_alone_has_something_to_show_keeps_its_name(tmp_path: Pat
     assert names_of(pareto_figure(pareto(tables), settings)) == [OPA]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_many_settings_are_spread_over_sheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "MOST_SETTINGS", 2)  # panels take long to draw
     runs = ["r0", "r1", "r2"]
@@ -298,7 +296,6 @@ def test_many_settings_are_spread_over_sheets(tmp_path: Path, monkeypatch: pytes
     assert page.count("Settings 1 to 2 of 3.") == page.count("Settings 3 to 3 of 3.") == 3
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_page_has_a_figure_for_all_settings_of_an_experiment(tmp_path: Path) -> None:
     runs = write_opa_and_fedavg(tmp_path)
     files = write_report(tmp_path, runs)

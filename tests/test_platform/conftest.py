@@ -141,6 +141,17 @@ def run_in_memory() -> Callable[[RunConfig], tuple[World, Memory, RunState]]:
     return run
 
 
+@pytest.fixture
+def train_in_memory() -> Callable[[RunConfig], Memory]:
+    """Runs the first stage of a configuration alone."""
+
+    def train(config: RunConfig) -> Memory:
+        world = build_world(config)
+        return _run_stages(world, build_stages(world)[:1], RunState())[0]
+
+    return train
+
+
 class Results:
     """A run of a configuration, written to disk, and its tables."""
 

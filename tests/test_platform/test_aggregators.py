@@ -12,12 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.averaging.average import Update, WeightedSums
-from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import ExecutorConfig, RunConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
-from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
-from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.spaces.slices import Slice
 
@@ -114,7 +111,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], problem: str) -> 
 
 @pytest.mark.parametrize("supernet", [False, True])
 def test_a_run_gives_the_same_bits_whatever_the_chunks(
-    supernet: bool, tiny_config: Callable[..., RunConfig], run_stages: Any
+    supernet: bool, tiny_config: Callable[..., RunConfig], train_in_memory: Any
 ) -> None:
     """Single updates have no tree of sums: not even the chunk size changes a bit."""
 
@@ -126,9 +123,7 @@ def test_a_run_gives_the_same_bits_whatever_the_chunks(
         else:
             plain = TrainingConfig(rounds=2, clients_per_round=5, aggregator=aggregator, evaluate_every=1)
             config = replace(config, method=FedAvgConfig(train=plain))
-        world = build_world(config)
-        memory, _ = run_stages(world, build_stages(world)[:1], RunState())
-        values: list[float] = memory.table("evaluations")["value"].tolist()
+        values: list[float] = train_in_memory(config).table("evaluations")["value"].tolist()
         return values
 
     small = trained("median:median", 1)

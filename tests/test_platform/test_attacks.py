@@ -26,12 +26,10 @@ from fedloom.platform.averaging.attacks import (
 )
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.processors import Message, Payload, ServerContext, Traffic
-from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import AttackConfig, DevicesConfig, ExecutorConfig, RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig
-from fedloom.platform.federation.world import build_world, drawn_attackers
+from fedloom.platform.federation.world import drawn_attackers
 from fedloom.platform.methods.fedavg import FedAvgConfig
-from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.spaces.slices import Slice
@@ -182,12 +180,11 @@ def test_colluders_of_asynchronous_rounds_are_those_that_answer(
     assert forged == attacks["client_id"].tolist()
 
 
-def test_attackers_of_a_supernet_send_slices(tiny_config: Make, run_stages: Any) -> None:
+def test_attackers_of_a_supernet_send_slices(tiny_config: Make, train_in_memory: Any) -> None:
     config = tiny_config()
     train = replace(config.method.train, rounds=2, clients_per_round=6, min_contributors=1, aggregator="rfa")
     attack = replace(config.attack, share=0.3, name="alie", options={"z": 1.0})
-    world = build_world(replace(config, attack=attack, method=replace(config.method, train=train)))
-    memory, _ = run_stages(world, build_stages(world)[:1], RunState())
+    memory = train_in_memory(replace(config, attack=attack, method=replace(config.method, train=train)))
     assert memory.table("clients")["attacker"].any()
 
 

@@ -101,14 +101,13 @@ def test_without_an_evaluation_the_training_is_all_there_is(tiny_config: Make) -
 # -- devices that never answer ----------------------------------------------------------------------------------------
 
 
-def test_lost_devices_cost_the_time_that_their_answers_would_have_cost(tiny_config: Make, run_stages: Any) -> None:
+def test_lost_devices_cost_the_time_that_their_answers_would_have_cost(tiny_config: Make, train_in_memory: Any) -> None:
     config = fedavg(tiny_config, rounds=1, clients_per_round=8)
     config.devices.macs_per_s = [1e5, 3e5, 7e5][: config.tiers.count]
     times = []
     for dropout in (0.0, 0.5):
         config.devices.dropout = dropout
-        world = build_world(config)
-        written, _ = run_stages(world, build_stages(world)[:1], RunState())
+        written = train_in_memory(config)
         times.append(written.table("clients").set_index("client_id")[["status", "simulated_s"]])
         assert written.table("rounds")["simulated_s"].item() == times[-1]["simulated_s"].max()
     assert 0 < (times[1]["status"] == "dropped").sum() < 8

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.worker import Worker
-from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import PrivacyConfig
 from fedloom.platform.federation.world import build_world
@@ -258,29 +257,27 @@ def test_two_rounds_are_those_of_a_reference_in_float64(ofa_config: Make, begun:
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-def final_weights(config: RunConfig, run_stages: Any) -> dict[str, Tensor]:
-    world = build_world(config)
-    memory, _ = run_stages(world, build_stages(world)[:1], RunState())
-    return dict(memory.state(world.config.method.train.rounds - 1).weights("supernet"))
+def final_weights(config: RunConfig, train_in_memory: Any) -> dict[str, Tensor]:
+    return dict(train_in_memory(config).state(config.method.train.rounds - 1).weights("supernet"))
 
 
-def test_the_last_phase_alone_is_superfednas_multi_stage(ofa_config: Make, run_stages: Any) -> None:
+def test_the_last_phase_alone_is_superfednas_multi_stage(ofa_config: Make, train_in_memory: Any) -> None:
     config = ofa_config("batch", full_share=0.0, teaching=0.0, clip_norm=1.0)
     train = ElasticTrainingConfig(rounds=3, clients_per_round=4, epochs=1, batch_size=16, evaluate_every=0)
     train = replace(train, travels="supernet", shrinking=ShrinkingConfig(4, 0.0), epochs=config.method.train.epochs)
     theirs = SuperFedNASConfig(train=replace(train, lr=config.method.train.lr), search=TargetSearchConfig(samples=0))
-    ours, expected = (final_weights(each, run_stages) for each in (config, replace(config, method=theirs)))
+    ours, expected = (final_weights(each, train_in_memory) for each in (config, replace(config, method=theirs)))
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
 
 
-def test_the_first_phase_alone_is_fedavg_of_the_largest(ofa_config: Make, run_stages: Any) -> None:
+def test_the_first_phase_alone_is_fedavg_of_the_largest(ofa_config: Make, train_in_memory: Any) -> None:
     config = ofa_config("batch", full_share=1.0, clip_norm=1.0)
     train = ElasticTrainingConfig(rounds=3, clients_per_round=4, batch_size=16, evaluate_every=0)
     train = replace(train, epochs=config.method.train.epochs, lr=config.method.train.lr)
     train = replace(train, distribution=DistributionConfig("static"), shares=SharesConfig("overlap"))
     theirs = SuperFedNASConfig(family=["largest"], train=train, search=TargetSearchConfig(samples=0))
-    ours, expected = (final_weights(each, run_stages) for each in (config, replace(config, method=theirs)))
+    ours, expected = (final_weights(each, train_in_memory) for each in (config, replace(config, method=theirs)))
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
 

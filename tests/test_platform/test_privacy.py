@@ -327,7 +327,7 @@ def test_a_stage_that_undoes_privacy_is_warned_of(
 
 @pytest.mark.parametrize("method", ["fedoras", "superfednas"])
 def test_supernets_of_every_averaging_rule_can_be_private(
-    tiny_config: Make, elastic_config: Make, run_stages: Any, method: str
+    tiny_config: Make, elastic_config: Make, train_in_memory: Any, method: str
 ) -> None:
     privacy = PrivacyConfig(clip=1.0, noise=0.5, weight_cap=100.0)
     if method == "fedoras":
@@ -335,8 +335,7 @@ def test_supernets_of_every_averaging_rule_can_be_private(
         config.method.train = replace(config.method.train, privacy=privacy, min_contributors=1, rounds=2)
     else:
         config = elastic_config(train={"privacy": privacy})
-    world = build_world(config)
-    memory, _ = run_stages(world, build_stages(world)[:1], RunState())
+    memory = train_in_memory(config)
     rows = [row for r in memory.records for table, row in r.rows if table == "rounds" and row["stage"] == "supernet"]
     assert all(row["epsilon"] > 0 for row in rows)
     last = [r.state for r in memory.records if r.state is not None and "supernet" in r.state.groups][-1]

@@ -13,14 +13,11 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.secure import PRIME, SecureRound, needed_of, restored_secret, secret_shares
-from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.processing import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
-from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
-from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.slices import Region, Slice, part_of
 
 Make = Callable[..., RunConfig]
@@ -199,9 +196,8 @@ def configured(method: str, tiny_config: Make, elastic_config: Make, privacy: Pr
     return elastic_config(train={"privacy": privacy, "weighting": "plain", "min_contributors": 2, "rounds": 1})
 
 
-def after_training(run_stages: Any, config: RunConfig) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    world = build_world(config)
-    memory, _ = run_stages(world, build_stages(world)[:1], RunState())
+def after_training(train_in_memory: Any, config: RunConfig) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    memory = train_in_memory(config)
     states = [r.state for r in memory.records if r.state is not None and r.state.stage == 0 and r.state.round]
     rows = [row for r in memory.records for table, row in r.rows if table == "clients" and row["stage"] in BAGS]
     return dict(next(b for n, b in states[-1].groups.items() if n in BAGS).tensors), rows
@@ -212,11 +208,11 @@ BAGS = ("fedavg", "supernet")
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sums_behind_masks_train_what_plain_sums_do(
-    tiny_config: Make, elastic_config: Make, run_stages: Any, method: str
+    tiny_config: Make, elastic_config: Make, train_in_memory: Any, method: str
 ) -> None:
-    plain, rows = after_training(run_stages, configured(method, tiny_config, elastic_config, PrivacyConfig()))
+    plain, rows = after_training(train_in_memory, configured(method, tiny_config, elastic_config, PrivacyConfig()))
     hidden = configured(method, tiny_config, elastic_config, PrivacyConfig(secure=True))
-    secure, masked_rows = after_training(run_stages, hidden)
+    secure, masked_rows = after_training(train_in_memory, hidden)
     names = [name for name, t in plain.items() if t.is_floating_point()]
     for name in names:
         # Five clients are rounded by up to 2^-17 each, in weighted sums; later rounds only amplify that.
@@ -226,12 +222,12 @@ def test_sums_behind_masks_train_what_plain_sums_do(
 
 
 def test_a_round_survives_dropouts_and_is_lost_without_enough(
-    tiny_config: Make, run_in_memory: Any, run_stages: Any
+    tiny_config: Make, run_in_memory: Any, train_in_memory: Any
 ) -> None:
     config = configured("fedavg", tiny_config, tiny_config, PrivacyConfig(secure=True))
     config.method.train.rounds = 3
     some = replace(config, devices=DevicesConfig(dropout=0.3))
-    weights, rows = after_training(run_stages, some)
+    weights, rows = after_training(train_in_memory, some)
     assert {row["status"] for row in rows} == {"ok", "dropped"}
     for tier in ("tier1", "tier2"):
         times_s = [row["simulated_s"] for row in rows if row["tier"] == tier]

@@ -94,6 +94,17 @@ def test_federated_search_sends_the_union_once_to_distinct_clients(tiny_config: 
             )
 
 
+def test_a_share_of_the_validation_data_is_said_to_be_the_servers(
+    tiny_config: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "method.search.validation_share=0.5 is for what the server scores: clients score on all of theirs"
+    for scoring, warned in (("central", False), ("federated", True)):
+        config = tiny_config()
+        config.method.search = replace(config.method.search, scoring=scoring, validation_share=0.5)
+        build_stages(build_world(config))
+        assert (said in caplog.messages) == warned
+
+
 def test_the_cohorts_of_a_generation_never_meet(tiny_config: Make) -> None:
     world = build_world(federated(tiny_config(), compare_with_central=False))
     stage = search_of(world)
