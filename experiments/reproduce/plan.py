@@ -17,6 +17,8 @@ from fedloom.experiments.store.ablations import Ablation, Trial, trial_id
 AXIS = "setting"
 """The one axis of an item's ablations."""
 SCALE, SEEDS = "scale", "seeds"
+DEVICES = ("tiers.num_gpus", "tiers.num_cpus")
+"""Keys that an item's runs may be given because they change its values by rounding alone, as another processor does."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Asked:
 
     Attributes:
         changes: overrides that change what is computed; the runs are then not the item's own.
-        free: overrides that only change where and how it is computed.
+        free: overrides that only change where and how it is computed, among them a client's share of a GPU.
         seeds: other seeds than the item's; empty for its own.
     """
 
@@ -96,7 +98,7 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
     if others:
         from fedloom.platform.runs.resuming import free_on_resume  # imports torch
 
-        free = tuple(o for o in others if free_on_resume(o.partition("=")[0]))
+        free = tuple(o for o in others if (key := o.partition("=")[0]) in DEVICES or free_on_resume(key))
     changes = tuple(o for o in others if o not in free)
     return Asked(scale_name, changes, free, () if seeds == scale.seeds else seeds)
 

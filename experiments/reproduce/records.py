@@ -28,7 +28,7 @@ from fedloom.experiments.reproduce.items import (
     read_counted,
 )
 from fedloom.experiments.reproduce.measure import Measured, Runs, Values, done_runs, measured
-from fedloom.experiments.reproduce.plan import Asked, Part, parts_of
+from fedloom.experiments.reproduce.plan import DEVICES, Asked, Part, parts_of
 from fedloom.experiments.store.ablations import FOLDER as ABLATIONS, read_ablation
 from fedloom.platform.results.files import check_writable, write_atomically
 
@@ -279,7 +279,7 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
         other = now.get(name)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             yield from _changed(value, other, f"{prefix}{name}.")
-        elif value != other and f"{prefix}{name}" not in ("seed", START_FROM):
+        elif value != other and f"{prefix}{name}" not in ("seed", START_FROM, *DEVICES):
             yield f"{prefix}{name}"
 
 
@@ -462,18 +462,19 @@ def _runs_with_values(record: Record) -> set[tuple[str, int]]:
 
 
 def _computed_with(done: Runs) -> Iterator[str]:
-    """The commit, the hash of the source, torch and the processor of every run."""
+    """The commit, the hash of the source, torch, the processor and the GPUs of every run."""
     for _, run in done.tables.runs.iterrows():
         torch = json.loads(run["versions"])["torch"]
         words = {"commit": run["commit"], "source": run["source_hash"], "torch": torch, "processor": run["processor"]}
+        words |= {"gpus": ", ".join(json.loads(run["gpus"]))} if isinstance(run["gpus"], str) else {}
         yield ", ".join(f"{name} {word if isinstance(word, str) else 'not known'}" for name, word in words.items())
 
 
 def _check_presets(part: Part, done: Runs, results: Path) -> None:
     """Raises ValueError for runs whose presets differ from today's, because the record would mix the two up.
 
-    Keys that a run's configuration lacks are newer than the run and do not count; neither do the seed and the run from
-    which it started, which differs for every seed.
+    Keys that a run's configuration lacks are newer than the run and do not count; neither do the devices, and the seed
+    and the run from which it started, which differ for every seed.
     """
     from fedloom.platform.runs.resuming import what_is_computed  # imports torch
 
