@@ -39,10 +39,10 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of the item's own runs at the small scale."""
+    """The results of the item's own runs at the small scale, which are its own whatever share of a CPU they are given."""
     folder = tmp_path_factory.mktemp("reproduced")
     with pytest.raises(SystemExit) as ended:
-        main(["reproduce", TINY, "--results", str(folder)])
+        main(["reproduce", TINY, "tiers.num_cpus=[0.5]", "--results", str(folder)])
     assert ended.value.code == 0
     return folder
 
