@@ -183,7 +183,7 @@ def _definition(
     values = {**(ablation or {}), "axes": axes, **({} if seeds is None else {"seeds": list(seeds)})}
     definition: AblationConfig = validated(AblationConfig, values, PREFIX)
     check_ablation(definition)
-    return "-".join(axes)[:40], definition, f"over={[*(over or {})]}"
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", "-".join(axes))[:40], definition, f"over={[*(over or {})]}"
 
 
 def _axis(names: Names, key: str, values: Any) -> tuple[str, dict[str, Any]]:

@@ -1,8 +1,9 @@
 """The configuration of an ablation (axes, seeds, search, scheduler), from a preset or a YAML file and overrides."""
 
 import json
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,8 @@ from fedloom.platform.settings import (
     validated,
 )
 from fedloom.platform.words import shown
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "ablation."
 NOT_AXES = {
@@ -175,6 +178,20 @@ def check_ablation(config: AblationConfig) -> None:
     for figure in config.figures:
         if figure not in FIGURES:
             raise ValueError(f"ablation.figures: no figure {figure!r}; there are {', '.join(FIGURES)}")
+    for line in _without_effect(config):
+        logger.warning("%s", line)
+
+
+def _without_effect(config: AblationConfig) -> Iterator[str]:
+    """One line for every key of the search and of the scheduler that was changed and has no effect."""
+    kind, scheduler = config.search.kind, config.scheduler.kind
+    unused = {"grid": ("samples", "seed", "batch"), "random": ("batch",), "bayesian": ()}[kind]
+    for key in unused:
+        if (value := getattr(config.search, key)) != getattr(SearchConfig(), key):
+            yield f"ablation.search.{key}={value} has no effect with ablation.search.kind={kind}"
+    for key in ("metric", "stage", "grace_rounds", "reduction_factor") if scheduler == "none" else ():
+        if (value := getattr(config.scheduler, key)) != getattr(SchedulerConfig(), key):
+            yield f"ablation.scheduler.{key}={value} has no effect with ablation.scheduler.kind={scheduler}"
 
 
 def _check_axis(name: str, axis: AxisConfig, search: str) -> None:

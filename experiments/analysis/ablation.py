@@ -12,7 +12,7 @@ import pandas as pd
 from fedloom.experiments.analysis.compare import Difference, difference, measured_by
 from fedloom.experiments.analysis.outcomes import MODEL_KEY, by_model
 from fedloom.experiments.analysis.settings import SEEDS, by_seed, estimate
-from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, Tables, load_paths, with_training
+from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, Tables, fetch_trained, load_paths, with_training
 from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, short
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import RunPaths
@@ -30,8 +30,10 @@ def load_ablation(
     """
     root = fetch(results, [ablation_id], tensors=False, ablations=True)
     ablation = find_ablation(root, ablation_id)
-    paths = [RunPaths(root, t.experiment, t.run_id) for t in ablation.trials]
-    return ablation, with_training(load_paths([p for p in paths if p.table("runs").exists()], tables))
+    planned = [RunPaths(root, t.experiment, t.run_id) for t in ablation.trials]
+    paths = [p for p in planned if p.table("runs").exists()]
+    fetch_trained(results, paths)
+    return ablation, with_training(load_paths(paths, tables))
 
 
 def ablation_frame(tables: Tables, ablation: Ablation, *, each: str = "model") -> pd.DataFrame:
@@ -78,11 +80,13 @@ def is_grid(ablation: Ablation) -> bool:
 
 
 def references(ablation: Ablation) -> dict[str, Any]:
-    """The reference value of each axis: the experiment's own value if it is on the axis, else the axis' first value."""
-    return {
-        axis: axis_value(ablation.reference[axis]) if axis in ablation.reference else values_of(ablation, axis)[0]
-        for axis in ablation.axes
-    }
+    """The reference value of each axis: the experiment's own value if it is on the axis, else the axis' first value.
+
+    A search may not have drawn the experiment's own value.
+    """
+    on_axes = {axis: values_of(ablation, axis) for axis in ablation.axes}
+    own = {axis: axis_value(value) for axis, value in ablation.reference.items()}
+    return {axis: own[axis] if own.get(axis) in values else values[0] for axis, values in on_axes.items()}
 
 
 def held(ablation: Ablation, *axes: str) -> dict[str, Any]:

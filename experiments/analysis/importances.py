@@ -28,15 +28,16 @@ def importances(frame: pd.DataFrame, ablation: Ablation, measure: str = METRIC) 
     axis, or "a × b"), order (number of axes that act together: 1, 2, 3 for all effects of three or more, 0 for the
     seeds), importance (a share from 0 to 1), method:
 
-    "variance", if every setting has a value for the same seeds: the analysis of variance of the grid, with the seeds as
+    "variance", if some seeds have a value of every setting: the analysis of variance of the grid, with these seeds as
     blocks. Every effect's sum of squares is reduced by what the seeds' noise alone adds to it (Kelley's epsilon
-    squared, 1935), but not below 0; the row "seeds" has the rest, so that importances sum to 1. With one seed the noise
-    is unknown, and the highest interaction contains it.
+    squared, 1935), but not below 0; the row "seeds" has the rest, so that importances sum to 1.
 
-    "forest", for random searches and grids with gaps: the increase of a random forest's squared error (Breiman 2001) on
-    held-out settings when the axis is permuted, divided by twice the variance of the measure. It estimates the share of
-    the axis with all its interactions (Gregorutti et al. 2017) and is at most 1. Pairs are not separated. Fewer than
-    `FEWEST_SETTINGS` settings give no rows.
+    "one seed", if only one has: the same without a row "seeds". The noise is unknown, and the effects contain it.
+
+    "forest", for random searches and grids of which no seed is whole: the increase of a random forest's squared error
+    (Breiman 2001) on held-out settings when the axis is permuted, divided by twice the variance of the measure. It
+    estimates the share of the axis with all its interactions (Gregorutti et al. 2017) and is at most 1. Pairs are not
+    separated. Fewer than `FEWEST_SETTINGS` settings give no rows.
 
     A measure without variance gives no rows. Raises ValueError for an unknown measure.
     """
@@ -45,12 +46,12 @@ def importances(frame: pd.DataFrame, ablation: Ablation, measure: str = METRIC) 
     axes = [axis for axis, values in ablation.axes.items() if len(values) > 1]
     values = frame.dropna(subset=[measure]).groupby([*axes, "seed"], observed=True)[measure].mean()
     rows: list[tuple[str, int, float]] = []
-    method = "variance"
+    method = ""
     grid = _whole_grid(values, [len(frame[axis].cat.categories) for axis in axes])
     varied = values.to_numpy(dtype=np.float64) if grid is None else grid
     if axes and varied.size and float(np.ptp(varied)) > 1e-9 * float(np.abs(varied).max()):
         if grid is not None:
-            rows = variances(grid, axes)
+            rows, method = variances(grid, axes), "variance" if grid.shape[-1] > 1 else "one seed"
         elif len(values.groupby(axes, observed=True)) >= FEWEST_SETTINGS:
             rows, method = _by_forest(values, axes), "forest"
     kinds = {"axes": "object", "order": "int64", "importance": "float64"}

@@ -48,8 +48,8 @@ def communication_by_kind(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_own(frame: pd.DataFrame) -> "pd.Series[bool]":
-    """Which rows belong to the method itself; rand_init belongs to it if the run has no supernet stage."""
-    with_supernet = set(frame.loc[frame["kind"] == TRAINING, "run_id"])
+    """Which rows belong to the method itself; rand_init belongs to it if the run trains no supernet or slice of one."""
+    with_supernet = set(frame.loc[frame["kind"].isin([TRAINING, "fine_tuned"]), "run_id"])
     baseline = (frame["kind"] == "rand_init") & frame["run_id"].isin(with_supernet)
     return ~(baseline | frame["kind"].isin(MEASUREMENTS))
 

@@ -89,12 +89,26 @@ def paths_of(
         paths = _all_runs(root)
     else:
         paths = list(dict.fromkeys(path for name in ids for path in find_runs(root, name)))
+        fetch_trained(results, paths)
     if experiment is not None:
         known = ", ".join(sorted({p.experiment for p in paths}))
         paths = [p for p in paths if p.experiment == experiment]
         if not paths:
             raise ValueError(f"there are no runs of experiment {experiment!r} under {root}: there are runs of {known}")
     return paths
+
+
+def fetch_trained(results: str | Path, paths: Sequence[RunPaths]) -> None:
+    """Downloads the runs that trained the supernets from which these runs, of results at a URL, started."""
+    if trained := sorted({*_trained_by(read_runs(paths, "runs")).values()}):
+        fetch(results, trained, tensors=False)
+
+
+def _trained_by(runs: pd.DataFrame) -> dict[str, str]:
+    """By run that started from another run's supernet: the id of the run that trained it."""
+    reused = runs[runs["supernet_run_id"].notna()]
+    pairs = zip(reused["run_id"].astype(str), reused["supernet_run_id"].astype(str), strict=True)
+    return {run: source for run, source in pairs if run != source}
 
 
 def load_paths(paths: Sequence[RunPaths], tables: Iterable[str] = ALL_TABLES) -> Tables:
@@ -274,16 +288,11 @@ def with_training(tables: Tables) -> Tables:
 
     The rows of `rounds` and `evaluations` of the run that trained it (`supernet_run_id`) are copied under the id of the
     run that reused it, so that curves start where the training started and costs are those of a run that shares no
-    supernet. If the run that trained the supernet was deleted, no rows are added.
+    supernet. If the run that trained the supernet was deleted, no rows are added (see `untrained`).
     """
     stages = tables.rounds["stage"].astype(object)
     trained_here = set(tables.rounds.loc[stages == TRAINING, "run_id"])
-    reused = tables.runs[tables.runs["supernet_run_id"].notna()]
-    sources = {
-        str(run): str(source)
-        for run, source in zip(reused["run_id"], reused["supernet_run_id"], strict=True)
-        if run != source and run not in trained_here
-    }
+    sources = {run: source for run, source in _trained_by(tables.runs).items() if run not in trained_here}
     if not sources:
         return tables
     by_id = {p.run_id: [p] for p in tables.paths}
@@ -306,6 +315,12 @@ def with_training(tables: Tables) -> Tables:
     return replace(
         tables, rounds=joined("rounds", tables.rounds), evaluations=joined("evaluations", tables.evaluations)
     )
+
+
+def untrained(tables: Tables) -> dict[str, str]:
+    """By run without rows of its supernet's training: the id of the run that trained it, which is not here."""
+    trained = set(tables.rounds.loc[tables.rounds["stage"].astype(object) == TRAINING, "run_id"])
+    return {run: source for run, source in _trained_by(tables.runs).items() if run not in trained}
 
 
 METRIC = "accuracy"

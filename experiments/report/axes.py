@@ -103,9 +103,10 @@ def draw_series(
     """
     scale = scale_of(values)
     for i, each in enumerate(series):
-        at = scale.beside(pd.Series([scale.positions[v] for v in each.rows[axis]], dtype=float), i, len(series))
-        means, is_lying = 100 * each.rows["mean"], not scale.is_ordered
-        with_bars(axes, at, each.rows, each.colour, lying=is_lying, of_shares=of_shares, alpha=0.6, zorder=2)
+        rows = each.rows.sort_values(axis, key=lambda values: values.astype(object).map(scale.positions), kind="stable")
+        at = scale.beside(pd.Series([scale.positions[v] for v in rows[axis]], dtype=float), i, len(series))
+        means, is_lying = 100 * rows["mean"], not scale.is_ordered
+        with_bars(axes, at, rows, each.colour, lying=is_lying, of_shares=of_shares, alpha=0.6, zorder=2)
         style: dict[str, Any] = {
             "color": each.colour,
             "marker": each.marker,

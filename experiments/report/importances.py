@@ -13,7 +13,13 @@ MEASURED = {METRIC: "accuracy", "total_bytes": "bytes", "simulated_s": "simulate
 TEXTS = {
     "variance": (
         "The share of the variance between the trials, in %, that is due to an axis by itself (one name) or to the "
-        "interaction of two axes (two names), corrected for the noise of the seeds; each column sums to 100."
+        "interaction of two axes (two names), corrected for the noise of the seeds; each column sums to 100. Only "
+        "seeds with a value of every setting count."
+    ),
+    "one seed": (
+        "The share of the variance between the trials, in %, that is due to an axis by itself (one name) or to the "
+        "interaction of two axes (two names). Only one seed has a value of every setting, so the noise of seeds is not "
+        "known and in these shares, above all in those of interactions."
     ),
     "forest": (
         "The share of the variance between the trials, in %, that is due to an axis with all its interactions, "

@@ -53,6 +53,7 @@ from fedloom.experiments.analysis.tables import (
     only,
     real_rounds,
     runs_of_kind,
+    untrained,
     upper_bounds,
     with_silo_clients,
     with_training,
@@ -281,6 +282,10 @@ def _missing(tables: Tables, paths: RunPaths) -> list[str]:
         lines.append(f"the run is {state}{stage}{cause}; only what it has written so far is shown")
     if run.rounds.empty:
         return [*lines, "no finished round is in the tables yet"]
+    gone = untrained(run).values()
+    lines += [
+        f"bytes, MACs and time lack the supernet's training: run {source}, which did it, is gone" for source in gone
+    ]
     if is_dry(tables, paths.run_id):
         return lines  # one sentence covers all dry runs
     tested = run.evaluations[(run.evaluations["split"] == "test") & (run.evaluations["metric"] == METRIC)]

@@ -183,7 +183,8 @@ def verdict(
     if states == {NOT_RUN}:
         return Verdict(claim, NOT_RUN, tuple(findings))
     shown = max(finding.if_not for finding in findings)
-    contradicted = min(1.0, len(findings) * min(finding.if_so for finding in findings))
+    at_one_place = min(finding.if_so for finding in findings)
+    contradicted = min(1.0, len(findings) * at_one_place)
     is_tested = any(f.interval is not None and f.interval.low != f.interval.high for f in findings)
     p = min(shown, contradicted) if is_tested else None
     why = ""
@@ -195,7 +196,7 @@ def verdict(
         state = NOT_SHOWN
         if CONTRADICTED in states:
             why = (
-                f"contradicted at one place (p = {contradicted / len(findings):.2g}), but not after correction for "
+                f"contradicted at one place (p = {at_one_place:.2g}), but not after correction for "
                 f"{len(findings)} places"
             )
         findings = [replace(f, state=NOT_SHOWN) if f.state == NOT_RUN else f for f in findings]

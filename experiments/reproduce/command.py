@@ -19,8 +19,18 @@ from fedloom.experiments.reproduce.board import (
 )
 from fedloom.experiments.reproduce.items import Item, all_items, load_given
 from fedloom.experiments.reproduce.outcome import Outcome, blocks, outcome_json, outcome_of
-from fedloom.experiments.reproduce.plan import Asked, Part, asked, missing_data, parts_before, parts_of, planned
+from fedloom.experiments.reproduce.plan import (
+    DEVICES,
+    Asked,
+    Part,
+    asked,
+    missing_data,
+    parts_before,
+    parts_of,
+    planned,
+)
 from fedloom.experiments.reproduce.records import check_recordable, record
+from fedloom.experiments.runs.overrides import read
 from fedloom.experiments.store.ablations import FOLDER, PLAN, Ablation
 from fedloom.experiments.store.trials import FAILED, FINAL, trial_states
 from fedloom.experiments.terminal import OK, complain, console, of_run_end, tell_at_once, write_json
@@ -149,7 +159,12 @@ def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "Ablati
     if is_new:
         ablation = planned(item, part, wanted, results)
     else:
-        ablation = planned_ablation(location.root, part.ablation_id, wanted.free)
+        devices = [override for override in wanted.free if override.partition("=")[0] in DEVICES]
+        free = [override for override in wanted.free if override not in devices]
+        ablation = planned_ablation(location.root, part.ablation_id, free)
+        tiers = ablation.trials[0].config["tiers"]
+        for changed in (o for o in devices if read(o).value != tiers[read(o).key.partition(".")[2]]):
+            complain(f"{changed}: these runs keep the shares of devices with which they were begun in {results}")
         check_idle(ablation, location.root)
     if is_new or any(state.state not in FINAL for state in trial_states(location.root, ablation)):
         run = run_in_process if is_serial(ablation) else _run_on_ray
@@ -164,8 +179,9 @@ def _run_on_ray(ablation: Ablation, location: "ResultsLocation", view: "Ablation
         start_ablation(ablation, location.results, view)
         return
     states = {state.state for state in trial_states(location.root, ablation)}
-    if states - {*FINAL, "failed", "refused"}:
-        resume_ablation(ablation, location.results, view)
+    left = states - {*FINAL, "failed", "refused"}
+    if left and resume_ablation(ablation, location.results, view).kind == INTERRUPTED:
+        return
     if any(state.state in FAILED for state in trial_states(location.root, ablation)):
         retry_failed(ablation, location.results, view)
 

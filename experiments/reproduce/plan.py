@@ -91,9 +91,8 @@ def asked(item: Item, overrides: Sequence[str]) -> Asked:
             raise ValueError(f"{override!r} is not of the form key=value")
         if key in varied or f"{key}=" == PRESET:
             raise ValueError(f"{override}: the settings of {item.name} vary this key; change another one")
-        if key in ("seed", "results"):
-            advice = "seeds=[1,2]" if key == "seed" else "--results FOLDER"
-            raise ValueError(f"{override}: give {advice} instead")
+        if key in (advice := {"seed": "seeds=[1,2]", "results": "--results FOLDER", "name": "tags=[WORD]"}):
+            raise ValueError(f"{override}: give {advice[key]} instead")
     free: tuple[str, ...] = ()
     if others:
         from fedloom.platform.runs.resuming import free_on_resume  # imports torch

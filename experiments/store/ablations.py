@@ -44,7 +44,8 @@ FRAME_COLUMNS = frozenset(
         *("trial", "seed", "seeds", "experiment", "run_id", "model", "models", "final_model", "tier", "subnet"),
         *("architecture", "accuracy", "least_accuracy", "validation_accuracy", "client_accuracy", "worst_client"),
         *("loss", "macs", "total_macs", "parameters", "total_bytes", "simulated_s", "wall_s", "epsilon"),
-        *("n", "mean", "half_width", "values"),
+        *("n", "mean", "half_width", "values", "stage", "kind", "series", "metric", "rounds_done", "step"),
+        *("phase", "simulated_h", "megabytes", "group", "shown"),
     }
 )
 """The columns that the frames of `analysis` have beside those of the axes, which therefore are no names of axes."""

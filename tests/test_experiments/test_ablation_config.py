@@ -82,6 +82,17 @@ def test_overrides_change_the_ablation_itself() -> None:
     assert config.overrides == plain.overrides
 
 
+def test_keys_of_a_search_and_a_scheduler_that_are_off_are_said_to_have_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    load_ablation_config("alpha", ["ablation.search.samples=3", "ablation.scheduler.grace_rounds=2"])
+    load_ablation_config("alpha", ["ablation.search.kind=random", "ablation.search.samples=3"])
+    assert caplog.messages == [
+        "ablation.search.samples=3 has no effect with ablation.search.kind=grid",
+        "ablation.scheduler.grace_rounds=2 has no effect with ablation.scheduler.kind=none",
+    ]
+
+
 def test_an_override_may_add_an_axis() -> None:
     overrides = ["ablation.axes.lr.key=method.train.lr", "ablation.axes.lr.values=[.1,.2]"]
     assert list(load_ablation_config("alpha", overrides)[1].axes) == ["alpha", "lr"]

@@ -9,7 +9,7 @@ import pytest
 
 from fedloom.experiments import analysis
 from fedloom.experiments.analysis.ablation import held, is_grid
-from fedloom.experiments.analysis.rounds import steps
+from fedloom.experiments.analysis.rounds import convergence, megabytes, simulated_hours, steps
 from fedloom.experiments.analysis.settings import settings_of
 from fedloom.experiments.analysis.tables import Tables
 from fedloom.experiments.report.runs import load_chosen
@@ -204,6 +204,8 @@ def test_a_random_search_holds_nothing_and_has_no_pairs(tmp_path: Path) -> None:
     ablation, _, frame = planned(tmp_path, [f"ablation={own}", "experiment=fedoras_digits"])
     assert not is_grid(ablation)
     assert held(ablation, "lr") == {}
+    drawn = replace(ablation, reference={**ablation.reference, "lr": 3.0})
+    assert analysis.references(drawn)["lr"] == ablation.axes["lr"][0], "a search has not drawn the experiment's own"
     assert set(analysis.marginal(frame, ablation, "lr")["n"]) == {2}
     assert analysis.against_reference(frame, ablation, "lr").empty
 
@@ -224,7 +226,9 @@ def test_an_axis_called_like_a_column_is_refused(tmp_path: Path) -> None:
     ablation, tables, frame = planned(tmp_path, BUDGET, Fates(waiting=range(18)))
     of_runs = analysis.ablation_frame(tables, ablation, each="run")
     frames = [frame, of_runs, analysis.by_setting(frame, "loss", ["budget"])]
-    assert {str(column) for each in frames for column in each} - {*ablation.axes} == FRAME_COLUMNS
+    frames += [rounds(tables) for rounds in (convergence, simulated_hours, megabytes, steps)]  # figures add the axes
+    own = {str(column) for each in frames for column in each} - {*ablation.axes}
+    assert own | {"group", "shown"} == FRAME_COLUMNS
     planned_earlier = replace(ablation, axes={"macs": (1,)})
     with pytest.raises(ValueError, match="the axis 'macs' has the name of a column of the frame"):
         analysis.ablation_frame(tables, planned_earlier)

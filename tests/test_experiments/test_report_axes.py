@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 from fedloom.experiments.analysis.settings import SEEDS, Setting
 from fedloom.experiments.report import drawing
 from fedloom.experiments.report.ablation import values_legend
+from fedloom.experiments.report.axes import Series, draw_series
 from fedloom.experiments.report.drawing import pdf, png, same_limits, tint
 from fedloom.experiments.report.rounds import communication_figure, convergence_figure
 
@@ -33,6 +34,17 @@ def test_panels_share_a_range_unless_one_would_be_flat() -> None:
     assert same_limits([left, right], y=True), "settings are there to be compared, however flat"
     assert right.get_ylim() == (0.0, 1.0)
     assert same_limits([], x=True, y=True)
+
+
+def test_a_line_along_an_axis_goes_from_left_to_right_in_whatever_order_its_values_are_given() -> None:
+    given = [0.5, 0.9, 0.7]
+    axis = pd.Categorical(given, categories=given, ordered=True)
+    rows = pd.DataFrame({"share": axis, "mean": [0.1, 0.3, 0.2], "half_width": [0.01, 0.03, 0.02], "n": 3})
+    rows["values"] = [[mean, mean, mean] for mean in rows["mean"]]
+    axes = Figure().subplots()
+    draw_series(axes, "share", given, [Series("all", rows, "black", "o")], "accuracy (%)")
+    (line,) = (line for line in axes.lines if line.get_label() == "all")
+    assert [*map(tuple, line.get_xydata())] == [(0.5, 10), (0.7, 20), (0.9, 30)]
 
 
 def curves(kind: str, losses: list[float]) -> pd.DataFrame:

@@ -58,6 +58,8 @@ def test_runs_are_found_by_name_and_tag_at_a_url(
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "a"))
     named = start_run(tiny_config(results=url, name="first try", tags=["old"]), make_serial)
     other = start_run(tiny_config(results=url, tags=["new"]), make_serial)
+    trained = start_run(tiny_config(results=url, tags=["shared"], reuse_supernet=True), make_serial)
+    reusing = start_run(tiny_config(results=url, tags=["reuse"], reuse_supernet=True), make_serial)
     for machine, word, expected in (("b", "first try", named), ("c", "new", other), ("d", other[:-2], other)):
         monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / machine))
         root = fetch(url, [word])
@@ -66,6 +68,10 @@ def test_runs_are_found_by_name_and_tag_at_a_url(
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "e"))
     with pytest.raises(ValueError, match="no run 'nobody'"):
         stored_config(url, "nobody")
+    costs = {run: analysis.outcomes(analysis.load(url, run)).iloc[0] for run in (reusing, trained)}
+    assert costs[reusing]["total_bytes"] == costs[trained]["total_bytes"], "with the training of the shared supernet"
+    here = [run.run_id for run in list_runs(fetch(url, [reusing]))]
+    assert sorted(here) == sorted([trained, reusing])
 
 
 def test_resuming_names_the_url_again(

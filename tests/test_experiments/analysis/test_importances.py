@@ -133,5 +133,9 @@ def test_the_report_has_a_row_per_effect(tmp_path: Any) -> None:
 
 
 def test_trials_that_wait_leave_a_grid_to_the_forest(tmp_path: Any) -> None:
+    ablation = write_planned(tmp_path, BUDGET, Fates(waiting=[0]), rounds=4)  # of one of the two seeds
+    block = importances_block(*analysis.load_ablation(tmp_path, ablation.ablation_id))
+    assert "Only one seed" in block.text[0]
+    assert [row[0] for row in block.rows] == ["budget", "averaging", "budget × averaging"]
     ablation = write_planned(tmp_path, BUDGET, Fates(waiting=[0, 1]), rounds=4)
     assert importances_block(*analysis.load_ablation(tmp_path, ablation.ablation_id)).rows == ()  # five are too few

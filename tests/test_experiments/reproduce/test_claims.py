@@ -214,6 +214,14 @@ def test_a_place_among_several_contradicts_a_claim_as_clearly_as_one_alone_would
         "not shown",
         "contradicted at one place (p = 0.021), but not after correction for 2 places",
     )
+    places = [f"t{i}" for i in range(3, 61)]
+    among_60 = {
+        name: replace(known, values={**known.values, **{("s", place): known.values["s", "t1"] for place in places}})
+        for name, known in (("a", a), ("b", b))
+    }
+    assert judged(GREATER, among_60).reason.startswith(
+        "contradicted at one place (p = 0.021), but not after correction"
+    )
 
 
 def claims(*made: Mapping[str, Any], needs: tuple[str, ...] = ()) -> tuple[Claim, ...]:

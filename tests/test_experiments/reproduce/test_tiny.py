@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from fedloom.experiments.ablation import launch
 from fedloom.experiments.cli import main
 from fedloom.experiments.reproduce.items import load_given
 from fedloom.experiments.reproduce.plan import Asked, parts_of
 from fedloom.experiments.reproduce.records import read_record
-from fedloom.experiments.store.ablations import FOLDER, Trial, ablation_ids, read_ablation
+from fedloom.experiments.store.ablations import FOLDER, Ablation, Trial, ablation_ids, read_ablation
+from fedloom.experiments.store.trials import TrialState
 
 TINY, ON = (str(Path(__file__).parent / "tiny" / f"tab{number}.yaml") for number in (1, 2))
 
@@ -39,7 +42,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of the item's own runs at the small scale, which are its own whatever share of a CPU they are given."""
+    """The results of the item's own runs at the small scale, which they are whatever share of a CPU they are given."""
     folder = tmp_path_factory.mktemp("reproduced")
     with pytest.raises(SystemExit) as ended:
         main(["reproduce", TINY, "tiers.num_cpus=[0.5]", "--results", str(folder)])
@@ -84,6 +87,9 @@ def test_changed_runs_are_others_and_do_not_count(command: Command, results: Pat
     assert {claim["state"] for claim in found["claims"]} == {"not run"}
     assert shown(command, results, "seeds=[1,2,3]", "executor.threads=1")["changed"] is True
     assert shown(command, results, "seeds=[1,2,3]", "executor.actors=1", "tags=[mine]")["runs"]["done"] == 6
+    for cpus, words in (("[0.5]", ""), ("[1]", "tiers.num_cpus=[1]: these runs keep the shares of devices with which")):
+        code, _, err = command(TINY, f"tiers.num_cpus={cpus}", "--results", str(results))
+        assert (code, words in err, err.count("keep the shares")) == (0, True, bool(words))
     _, out, _ = command("--scoreboard", TINY, "--json", "--results", str(results))
     (item,) = json.loads(out)["items"]
     assert [claim["small"] for claim in item["claims"]] == ["shown", "contradicted", "contradicted"]
@@ -164,6 +170,26 @@ def test_killed_and_started_again_it_ends_with_the_same_table(command: Command, 
     assert ablation_ids(tmp_path) == [plan.ablation_id]
 
 
+def test_an_interrupted_item_does_not_repeat_what_failed(
+    command: Command, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plan,) = parts_of(load_given(TINY), Asked("small"))
+    shutil.copytree(results / FOLDER, tmp_path / FOLDER)  # the plan of the item, and none of its runs
+    begun: list[str] = []
+
+    def resumed(ablation: Ablation, *_: object) -> launch.AblationEnd:
+        begun.append("resumed")
+        return launch.AblationEnd(ablation.ablation_id, "interrupted", ())
+
+    monkeypatch.setattr(launch, "resume_ablation", resumed)
+    monkeypatch.setattr(launch, "retry_failed", lambda *_: begun.append("repeated"))
+    trials = read_ablation(results / FOLDER / plan.ablation_id).trials
+    states = [TrialState(trials[0], "failed"), TrialState(trials[1], "interrupted")]
+    monkeypatch.setattr("fedloom.experiments.reproduce.command.trial_states", lambda *_: states)
+    command(TINY, "executor.kind=ray", "--results", str(tmp_path))
+    assert begun == ["resumed"]
+
+
 def test_data_that_is_not_there_is_one_line_and_exit_code_2(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "paper"
     folder.mkdir()
@@ -207,6 +233,7 @@ def test_what_cannot_be_run_says_why(command: Command, tmp_path: Path) -> None:
         (["federations/robust", "scale=paper"], "federations/robust has only the scale small; leave scale out"),
         (["fedoras/tab6", "seeds=[1,1]"], "give different whole numbers"),
         (["fedoras/tab6", "seed=3"], "give seeds=[1,2] instead"),
+        (["fedoras/tab6", "name=mine"], "give tags=[WORD] instead"),
         (["fedoras/tab6", "data.alpha=3"], "the settings of fedoras/tab6 vary this key"),
         (["fedoras/tab6", "method.train.round=3"], "unknown configuration key 'method.train.round'"),
         (["fedoras/tab6", "--out", "x"], "give --scoreboard with it"),
