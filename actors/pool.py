@@ -106,8 +106,9 @@ class Job:
         return ChunkResult(result.sums, results)
 
     def failed(self, error: str, node: str = "") -> ChunkResult:
-        """The result of a job that no actor finished: all clients failed, except those that had timed out."""
-        lost = [lost_client(self.chunk.assignments[i], "failed", error, node) for i in self.left]
+        """The result of a job that no actor finished: its clients failed, but for those that timed out or dropped out."""
+        left = [self.chunk.assignments[i] for i in self.left]
+        lost = [lost_client(a, "dropped" if a.dropped else "failed", a.dropped or error, node) for a in left]
         return self.finished(ChunkResult(client_results=lost))
 
 
@@ -118,6 +119,7 @@ def lost_client(assignment: Assignment, status: str, error: str, node: str) -> C
         error,
         client_id=assignment.client_id,
         tier=assignment.tier,
+        attacker=assignment.attacker,
         selection_probability=assignment.selection_probability,
         selection_reason=assignment.selection_reason,
         node=node,

@@ -68,11 +68,24 @@ def _forward_on_meta(module: nn.Module, x: Any) -> int:
         except RuntimeError:
             if next(iter(tensors.values())).is_meta and next(module.parameters()).is_meta:
                 raise
-            # The module depends on values: it runs for real, with attention as matrix products, which are counted.
+            # The module depends on values: it runs for real, by operators that are counted, not by fused ones.
             shapes.macs = 0
-            with shapes, sdpa_kernel(SDPBackend.MATH):
+            with shapes, sdpa_kernel(SDPBackend.MATH), _without_fused_layers():
                 module(one_of(x, "cpu"))
     return shapes.macs
+
+
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """Without torch's operators for whole layers: the fast path of encoders and attention, and oneDNN's LSTM."""
+    before = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before[0])
+        torch.backends.mkldnn.enabled = before[1]
 
 
 def macs_of(module: nn.Module, x: Any) -> int:

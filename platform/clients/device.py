@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
 
 from fedloom.platform.data.trees import mapped_within
 
@@ -82,8 +83,8 @@ class Kernels:
             module.register_forward_pre_hook(lambda _, inputs: inputs and (self.laid_out(inputs[0]), *inputs[1:]))
         if self.precision in AUTOCAST:
             module.forward = _in_precision(module.forward, device, self.precision)
-            for part in module.modules() if device.type == "cpu" else ():
-                if _is_slow(part):
+            for part in module.modules():
+                if _is_slow(part) if device.type == "cpu" else isinstance(part, nn.RNNBase):  # see `in_float32`
                     part.forward = _in_float32(part.forward, device)
         return module
 
@@ -141,9 +142,14 @@ def _is_slow(part: nn.Module) -> bool:
 
 
 def _in_float32(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    def cast(x: Tensor) -> Any:
+    def as_float32(given: Any) -> Any:
+        if isinstance(given, PackedSequence):
+            return given.float()
+        return mapped_within(lambda each: each.float() if each.is_floating_point() else each, given)
+
+    def cast(*inputs: Any, **options: Any) -> Any:
         with torch.autocast(device.type, enabled=False):
-            return forward(x.float())
+            return forward(*map(as_float32, inputs), **{name: as_float32(given) for name, given in options.items()})
 
     return cast
 

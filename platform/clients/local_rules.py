@@ -172,6 +172,8 @@ def gradients_at(
     if network.architecture is None:
         raise TaskError("the local rule needs the gradient of one network, and the client trains paths of a supernet")
     tensors = worker.load(network.module, weights, network.slices)
+    for tensor in tensors.values():
+        tensor.grad = None  # of a client that failed, or of the compiler's trial step
     worker.set_mode(network.module, training=True)
     objective, (x, y) = worker.objective.for_client(data[1]), data
     generator = torch_stream(worker.spec.training_seed, "gradients", *places_of(assignment))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.platform.averaging.average import Update
-from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, client_of, places_of
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, client_of
 from fedloom.platform.clients.evaluation import (
     BatchNorm,
     Predictions,
@@ -45,12 +45,16 @@ LARGEST_EXPONENT = 700.0
 """Bound of the exponent of e, so that a diverged model's perplexity stays finite."""
 
 
+def _randomness_of(worker: Worker, assignment: Assignment) -> torch.Generator:
+    """What a score draws from: the operator `noise` draws random numbers in evaluation mode, too."""
+    of_client = () if assignment.client_id is None else (assignment.client_id,)
+    return torch_stream(worker.spec.training_seed, "score", assignment.stage, assignment.round, *of_client)
+
+
 def score_loaded(worker: Worker, assignment: Assignment, network: Network, data: Samples) -> Score:
     """Loss and metrics of a network that is loaded in the worker's module."""
     worker.set_mode(network.module, training=False)
-    # The operator `noise` draws random numbers in evaluation mode, too.
-    generator = torch_stream(worker.spec.training_seed, "score", *places_of(assignment))
-    with worker.randomness(network.module, generator):
+    with worker.randomness(network.module, _randomness_of(worker, assignment)):
         return evaluate(network.forward, in_task(worker, data, network), worker.objective)
 
 
@@ -145,17 +149,22 @@ def score_subnets(
     weights: Weights,
     version: str,
     data: StoredSamples,
+    generator: torch.Generator,
     unlabelled: Tree | None = None,
 ) -> list[Score]:
-    """The scores of subnets of the shared supernet, in the given order.
+    """The scores of subnets of the shared supernet, in the given order; what they draw is the generator's seed's.
 
     If subnets hold whole tensors, the supernet module computes the scores, with statistics that are estimated per path
     from the `unlabelled` samples, if given; otherwise each subnet's own module does. All must be for the same task.
     """
     data = worker.in_task(data, architectures[0]) if architectures else data
     if worker.space.slices_tensors:
-        modules = (scored_subnet(worker, Subnet(a), weights, version) for a in architectures)
-        return [evaluate(module, data, worker.objective) for module in modules]
+        scores = []
+        for architecture in architectures:
+            subnet = Subnet(architecture)
+            with worker.randomness(subnet.on(worker).module, generator):
+                scores.append(evaluate(scored_subnet(worker, subnet, weights, version), data, worker.objective))
+        return scores
     module = worker.load_whole(weights, version)
     worker.set_mode(module, training=False)
     beginnings = getattr(module, "beginnings", None)
@@ -163,7 +172,8 @@ def score_subnets(
     order = sorted(range(len(architectures)), key=lambda i: architecture_id(architectures[i]))
     paths = [architectures[i] for i in order]
     averaged = nullcontext[list[Buffers]]([[] for _ in paths])
-    with averaged if unlabelled is None else _estimated_for(worker, module, paths, unlabelled) as statistics:
+    estimated = averaged if unlabelled is None else _estimated_for(worker, module, paths, unlabelled)
+    with worker.randomness(module, generator), estimated as statistics:
 
         def outputs_of(x_B: Tensor) -> Iterator[Tensor]:
             known = () if beginnings is None else (beginnings(),)
@@ -196,7 +206,8 @@ class ScoreSubnets:
         data = worker.scored_data(assignment.client_id, self.split, self.share)
         measurements: list[Measurement] = []
         unlabelled = self._unlabelled(worker, assignment.client_id)
-        scores = score_subnets(worker, self.architectures, weights, self.version, data, unlabelled)
+        generator = _randomness_of(worker, assignment)
+        scores = score_subnets(worker, self.architectures, weights, self.version, data, generator, unlabelled)
         for architecture, score in zip(self.architectures, scores, strict=True):
             measurements += measurements_of("supernet", architecture_id(architecture), self.split, score)
         passes = len(data) + (0 if unlabelled is None else rows_of(unlabelled))
@@ -279,15 +290,16 @@ class ScoreSubnet:
 
     def run(self, worker: Worker, assignment: Assignment, weights: Weights) -> ClientResult:
         """Scores the subnet, with one measurement per metric."""
-        module, architecture = scored_subnet(worker, self.subnet, weights), self.subnet.architecture
-        client_id = assignment.client_id
+        architecture, client_id = self.subnet.architecture, assignment.client_id
         data = worker.in_task(worker.scored_data(client_id, self.split), architecture)
         name = architecture_id(architecture)
-        forward = Predictions(module) if self.details else module
-        score = evaluate(forward, data, worker.objective)
-        measurements = measurements_of(self.model, name, self.split, score)
-        if isinstance(forward, Predictions):
-            measurements += tuple(details_of(worker, forward, data, self.model, architecture))
+        with worker.randomness(self.subnet.on(worker).module, _randomness_of(worker, assignment)):
+            module = scored_subnet(worker, self.subnet, weights)
+            forward = Predictions(module) if self.details else module
+            score = evaluate(forward, data, worker.objective)
+            measurements = measurements_of(self.model, name, self.split, score)
+            if isinstance(forward, Predictions):
+                measurements += tuple(details_of(worker, forward, data, self.model, architecture))
         return ClientResult(
             samples=score.samples,
             macs=worker.spec.macs_table.cost(architecture) * score.samples,

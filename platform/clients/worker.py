@@ -25,7 +25,7 @@ from fedloom.platform.plugins import ComponentSpec, in_one_line
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.capabilities import with_tasks
-from fedloom.platform.spaces.initialisation import draws_randomly
+from fedloom.platform.spaces.initialisation import draws_randomly, is_of_others
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -167,12 +167,9 @@ class Worker:
 
     def randomness(self, module: nn.Module, generator: torch.Generator) -> AbstractContextManager[None]:
         """A context in which a module's dropout and noise depend only on the generator's seed."""
-        return own_randomness(generator, self.device) if self._draws_randomly(module) else nullcontext()
-
-    def _draws_randomly(self, module: nn.Module) -> bool:
         if module not in self._draws:
-            self._draws[module] = any(draws_randomly(part) for part in module.modules())
-        return self._draws[module]
+            self._draws[module] = any(draws_randomly(part) or is_of_others(part) for part in module.modules())
+        return own_randomness(generator, self.device) if self._draws[module] else nullcontext()
 
     def training_forward(self, module: nn.Module, x: Tree, batch_size: int) -> Callable[[Any], Outputs]:
         """The forward pass for training on samples (n, ...), compiled for batches of this size if the run asks for it.
@@ -196,7 +193,7 @@ class Worker:
 
     def _tried(self, module: nn.Module, x_B: Tensor) -> Callable[[Tensor], Tensor] | str:
         """The compiled forward pass, or why there is none."""
-        if self._draws_randomly(module):
+        if any(draws_randomly(part) for part in module.modules()):
             return "not compiled: its layers would draw different random numbers"
         self.set_mode(module, training=True)
         try:

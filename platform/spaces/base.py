@@ -42,6 +42,15 @@ def load_sent(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     module.load_state_dict({**constants, **{name: tensor.clone() for name, tensor in weights.items()}})
 
 
+def in_float32(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Runs a recurrent layer in float32: autocast would run cuDNN's in float16, whatever dtype it is set to.
+
+    Without loss scaling, gradients in float16 would underflow. Source: ATen/cudnn/AutocastRNN.cpp.
+    """
+    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
+        return layer(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
+
+
 # -- costs of single modules on one sample ----------------------------------------------------------------------------
 
 

@@ -27,8 +27,16 @@ class DrawsRandomly(Protocol):
 
 
 def draws_randomly(part: nn.Module) -> bool:
-    """Whether a module's forward pass draws from torch's global generator: dropout and `DrawsRandomly`."""
-    return isinstance(part, nn.modules.dropout._DropoutNd | DrawsRandomly)
+    """Whether a module's forward pass draws from torch's global generator: dropout, also in layers, `DrawsRandomly`."""
+    if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+        return part.dropout > 0
+    drawing = nn.modules.dropout._DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d
+    return isinstance(part, drawing | DrawsRandomly)
+
+
+def is_of_others(part: nn.Module) -> bool:
+    """Whether a module's class is neither torch's nor fedloom's: its forward pass may call whatever draws randomly."""
+    return type(part).__module__.partition(".")[0] not in ("torch", "fedloom")
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:

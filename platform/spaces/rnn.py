@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fedloom.platform.spaces.base import in_float32
 from fedloom.platform.spaces.initialisation import fill_uniform
 from fedloom.platform.spaces.operator_choice import Candidate, OperatorChoiceSpace
 from fedloom.platform.spaces.space_config import spaces_of
@@ -202,7 +203,7 @@ class Lstm(_Gated):
             y: Tensor = torch.lstm(x, (start, start), weights, True, 1, 0.0, self.training, False, True)[0]
             return y
 
-        return layer(x) if x.device.type == "cpu" else _in_float32(layer, x)
+        return layer(x) if x.device.type == "cpu" else in_float32(layer, x)
 
 
 class Gru(_Gated):
@@ -218,7 +219,7 @@ class Gru(_Gated):
                 y: Tensor = torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)[0]
                 return y
 
-            return layer(x) if x.device.type == "cpu" else _in_float32(layer, x)
+            return layer(x) if x.device.type == "cpu" else in_float32(layer, x)
         return _over_time(GruSteps.apply, self._inputs(x), self.weight_hidden, self.bias_hidden)
 
 
@@ -248,15 +249,6 @@ class QuasiRnn(_Gated):
 def _on_processor(x: Tensor) -> bool:
     """Whether to use the hand-written gradients: on a CPU, unless a graph is exported; not on the meta device."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _in_float32(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Runs a recurrent layer in float32: autocast would run cuDNN's in float16, whatever dtype it is set to.
-
-    Without loss scaling, gradients in float16 would underflow. Source: ATen/cudnn/AutocastRNN.cpp.
-    """
-    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
-        return layer(x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
 
 
 def _over_time(steps: Callable[..., Any], *tensors: Any, over: int = 1) -> Tensor:

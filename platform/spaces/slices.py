@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedloom.platform.spaces.initialisation import InitialisesItself
+
 Architecture = tuple[int, ...]
 """One chosen option index per decision of the space."""
 
@@ -166,6 +168,12 @@ class SlicedSupernet(nn.Module):
         # Its tensors have the network's names, without a prefix.
         for name, child in whole.named_children():
             self.add_module(name, child)
+        for name, parameter in whole.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in whole.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in whole.state_dict())
+        if isinstance(whole, InitialisesItself):
+            self.initialise_own = whole.initialise_own
         self._constants = [name for name, tensor in self.named_parameters() if not tensor.requires_grad]
         self._slices, self._build = slices, skeleton
         self._skeletons: OrderedDict[Architecture, nn.Module] = OrderedDict()

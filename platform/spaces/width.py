@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedloom.platform.plugins import PluginError, blaming, imported
 from fedloom.platform.settings import NOT_EMPTY
-from fedloom.platform.spaces.base import LeadingSpace, SearchSpace, samples_of, supernet_shapes
+from fedloom.platform.spaces.base import LeadingSpace, SearchSpace, in_float32, samples_of, supernet_shapes
 from fedloom.platform.spaces.initialisation import fill_uniform, on_meta
 from fedloom.platform.spaces.resnet import Resnet18, Resnet18Design
 from fedloom.platform.spaces.slices import Architecture, Weights
@@ -113,9 +113,9 @@ def _narrow(name: str, keep: Keep, last: bool, part: nn.Module, inputs: tuple[An
         resize(part, **dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (x.shape[1],)))
     elif isinstance(part, nn.GroupNorm):
         size = part.num_channels // part.num_groups
-        if x.shape[1] % size:
+        if part.num_groups > 1 and x.shape[1] % size:
             raise ValueError(f"{name} has groups of {size} channels and would get {x.shape[1]}: use another norm")
-        part.num_channels, part.num_groups = x.shape[1], x.shape[1] // size
+        part.num_channels, part.num_groups = x.shape[1], x.shape[1] // size if part.num_groups > 1 else 1
         resize(part, weight=(x.shape[1],), bias=(x.shape[1],))
     elif isinstance(part, nn.LayerNorm) and len(part.normalized_shape) == 1:
         part.normalized_shape = (x.shape[-1],)
@@ -184,11 +184,14 @@ class Lstm(nn.Module):
         units = self.bias.shape[1]
         weights = [t.reshape(GATES * units, -1) for t in (self.weight_input, self.weight_hidden)]
         bias = self.bias.reshape(-1)
-        start = x.new_zeros((1, x.shape[0], units))
-        y: Tensor = torch.lstm(
-            x, (start, start), [*weights, bias, torch.zeros_like(bias)], True, 1, 0.0, self.training, False, True
-        )[0]
-        return y
+        tensors = [*weights, bias, torch.zeros_like(bias)]
+
+        def run(x: Tensor) -> Tensor:
+            start = x.new_zeros((1, x.shape[0], units))
+            y: Tensor = torch.lstm(x, (start, start), tensors, True, 1, 0.0, self.training, False, True)[0]
+            return y
+
+        return run(x) if x.device.type == "cpu" else in_float32(run, x)
 
 
 class LstmNetwork(nn.Module):

@@ -41,6 +41,18 @@ def test_earlier_chunks_keep_their_place_so_that_few_results_wait() -> None:
     assert started(jobs, 2) == [*range(20 - last), *reversed(range(20 - last, 20))]
 
 
+def test_rows_of_clients_whose_job_was_lost_say_who_they_were() -> None:
+    clients = [
+        Assignment("train", 0, 3, "tier1", Nothing(), attacker=True),
+        Assignment("train", 0, 4, "tier1", Nothing(), dropped="its device dropped out"),
+    ]
+    lost = Job(0, Chunk("tier1", tuple(clients))).failed("the actor ended 3 times").client_results
+    assert [(r.client_id, r.attacker, r.status, r.error) for r in lost] == [
+        (3, True, "failed", "the actor ended 3 times"),
+        (4, False, "dropped", "its device dropped out"),
+    ]
+
+
 def test_a_stack_may_take_twice_as_long_as_one_client_whatever_its_size() -> None:
     clients = tuple(Assignment("train", 0, i, "tier1", Nothing()) for i in range(32))
     assert Job(0, Chunk("tier1", clients)).time_limit_s(3600.0) == 3600.0

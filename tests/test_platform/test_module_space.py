@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fedloom.platform.averaging.aggregators import KeptUpdates
+from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.execution import SharedWeights, run_assignment
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig, TiersConfig
@@ -185,6 +188,24 @@ def fails():
     return Fails(64, 10)
 
 
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True), nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x[:, 0])[0][:, -1])
+
+
+class Functional(Drops):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.head(nn.functional.dropout(self.lstm(x[:, 0])[0][:, -1], 0.5, self.training))
+
+
 class Former(nn.Module):
     def __init__(self, classes, size=8):
         super().__init__()
@@ -342,6 +363,24 @@ def test_shared_tensors_travel_once_and_buffers_with_them(config_of: Make, tmp_p
     rows = results_of(config_of(tmp_path, "Tied"))["clients"].query("stage == 'fedavg'")
     assert set(rows["status"]) == {"ok"}
     assert set(rows["bytes_up"]) == {4 * (8 * 64 + 4 * 64 + 64 * 10 + 10 + 2 * 64) + 8}
+
+
+@pytest.mark.parametrize("build", ["Drops", "Functional"])
+def test_dropout_inside_a_networks_layers_depends_on_nothing_but_the_client(
+    config_of: Make, tmp_path: Path, build: str
+) -> None:
+    world = build_world(config_of(tmp_path, build))
+    stage = build_stages(world)[0]
+    state = stage.begin(RunState())
+    plan = stage.plan(state)
+    shared = SharedWeights(state.weights(plan.group), "v")
+    of_clients = [a for a in plan.assignments if a.client_id is not None]
+
+    def last_loss(assignments: list[Assignment]) -> float | None:
+        worker = Worker(world.spec)
+        return [run_assignment(worker, a, shared, KeptUpdates()) for a in assignments][-1].loss
+
+    assert last_loss(of_clients) == last_loss(of_clients[-1:])
 
 
 def test_the_steps_of_a_network_that_depend_on_values_are_counted_by_running_it() -> None:

@@ -18,8 +18,9 @@ from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.dataset import TestReadError
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.fedoras import Paths
 from fedloom.platform.seeding import stream, torch_stream
 from fedloom.platform.spaces.base import SearchSpace
@@ -226,3 +227,18 @@ def test_slices_of_batch_norms_get_statistics_in_a_space_of_the_users_own(
             return nn.Sequential(nn.Linear(4, units), norm(units))
 
     assert Units().keeps_statistics == keeps
+
+
+def test_an_operator_that_draws_while_it_is_scored_draws_the_same_again(tiny_config: Callable[..., RunConfig]) -> None:
+    space = SpaceConfig("darts_s4", input_shape=[1, 8, 8], cells=3, channels=4, nodes=2)
+    architecture = (0, 1) * 5  # of each two edges one is `noise`
+    train = FedAvgConfig(architecture="-".join(map(str, architecture)))
+    world = build_world(tiny_config(space=space, method=train, tiers=TiersConfig(count=1)))
+    weights = world.space.initial_subnet_weights(architecture, torch_stream(1, "test"))
+    worker = Worker(world.spec)
+    score = ScoreSubnet(Subnet(architecture, stand_alone=True), "model", "validation")
+
+    def loss(round: int) -> float | None:
+        return score.run(worker, Assignment("evaluation", round, None, "server", score), weights).loss
+
+    assert loss(0) == loss(0) != loss(1)

@@ -99,7 +99,7 @@ def test_the_score_is_that_of_the_estimated_statistics(setting: Setting) -> None
 
 def test_a_search_scores_as_the_final_evaluation_does(setting: Setting) -> None:
     data = setting.worker.central_data("validation")
-    scores = score_subnets(setting.worker, (A, B, A), setting.weights, "supernet@0", data)
+    scores = score_subnets(setting.worker, (A, B, A), setting.weights, "supernet@0", data, torch_stream(1, "score"))
     assert [s.loss for s in scores] == [score(setting, a)[0] for a in (A, B, A)]
 
 

@@ -106,8 +106,29 @@ def test_a_narrow_network_of_ones_own_by_hand(own_network: ModuleType) -> None:
     }
 
 
-def test_a_network_of_ones_own_obeys_the_laws_of_spaces(own_network: ModuleType) -> None:
-    check_space(SpaceConfig("width", widths=[0.5, 1.0], input_shape=[1, 8, 8], options={"network": "own_network:odd"}))
+class Scaled(nn.Module):
+    """A tensor of the network itself, and a norm of one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.convolution, self.norm = nn.Conv2d(1, 6, 3, padding=1), nn.GroupNorm(1, 6)
+        self.logits = nn.Linear(6, 10)
+
+    def initialise_own(self, tensors_by_name: dict[str, Tensor], generator: torch.Generator) -> None:
+        """A scale of 2."""
+        tensors_by_name["scale"].fill_(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.logits(self.norm(self.convolution(self.scale * x)).relu().mean((2, 3)))
+        return y
+
+
+@pytest.mark.parametrize("network", ["odd", "scaled"])
+def test_a_network_of_ones_own_obeys_the_laws_of_spaces(own_network: ModuleType, network: str) -> None:
+    own_network.scaled = lambda _shape, _classes: Scaled()  # type: ignore[attr-defined]
+    options = {"network": f"own_network:{network}"}
+    check_space(SpaceConfig("width", widths=[0.5, 1.0], input_shape=[1, 8, 8], options=options))
 
 
 def test_the_lstm_computes_what_torchs_does() -> None:

@@ -29,6 +29,28 @@ def test_macs_of_an_lstm_are_its_matrix_products() -> None:
     assert macs_of(nn.LSTM(8, 16, batch_first=True), torch.zeros(1, 5, 8)) == 5 * 4 * 16 * (8 + 16)
 
 
+class AfterAQuestion(nn.Module):
+    """A layer of torch's behind a step that depends on values, so that it is measured on a processor."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x if float(x.sum()) < 1e9 else 0 * x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.LSTM(8, 16, batch_first=True), nn.GRU(8, 16), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)]
+)
+def test_macs_are_the_same_whether_a_network_depends_on_values_or_not(layer: nn.Module) -> None:
+    x = torch.ones(1, 5, 8)
+    fast = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    assert macs_of(AfterAQuestion(layer), x) == macs_of(layer, x) > 1000
+    assert (torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled) == fast
+
+
 def test_parameters_are_the_trainable_ones_counted_once() -> None:
     net = small_net()
     assert parameters_of(net) == (3 * 4 * 9 + 4) + 8 + (64 * 5 + 5)
