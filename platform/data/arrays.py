@@ -135,7 +135,7 @@ def _part(pair: Any, blame: str) -> _Part:
     samples = len(next(iter(arrays.values())))
     for what, array in arrays.items():
         if len(array) != samples:
-            raise PluginError(f"{blame} has {samples} inputs and {array.size} {what}: one for each")
+            raise PluginError(f"{blame} has {samples} inputs and {len(array)} {what}: one for each")
     if not samples:
         raise PluginError(f"{blame} has no samples")
     clients = rest[0] if rest else None

@@ -413,10 +413,10 @@ def check(config: DataConfig) -> None:
             what = "has no class labels to draw by" if config.partition in BY_LABEL else "has no clients of its own"
             allowed = ", ".join(partition for partition in PARTITIONS if partition not in lacks)
             raise ValueError(f"data.partition={config.partition}: {dataset} {what}; must be one of {allowed}")
-        if dataset not in TEXTS and config.sequence_length is not None:
-            raise ValueError(f"data.sequence_length={config.sequence_length}: {dataset} holds images; leave it out")
         if dataset in TEXTS and config.augment != "none" and config.augment in AUGMENTATIONS.known:
             raise ValueError(f"data.augment={config.augment}: {dataset} is text; must be none")
+    if dataset in [*DATASETS.known] and dataset not in TEXTS and config.sequence_length is not None:
+        raise ValueError(f"data.sequence_length={config.sequence_length}: it is not for {dataset}; leave it out")
     if config.test_share is not None and not config.validation_share + config.test_share < 1:
         raise ValueError(
             f"data.validation_share={config.validation_share} and data.test_share={config.test_share}: must sum to "

@@ -613,14 +613,18 @@ class TrainingStage:
             logger.warning("%s: stop.* had no score on validation data to judge it by", self.name)
         state = answered("the stage's final", self.final(self._with_best(state)), RunState)
         weights = state.weights(self.group)
-        # A local rule's client state belongs to these weights, and the next stage may train others.
-        older = self._older(state)
-        ended = state.without_groups(self.server_group, self.sent_group, *older).without_client_tensors(STATE)
-        ended = ended.without_data(HISTORY, MEMORY, UNANSWERED, JUDGEMENT, AT_WORK, BEGUN)
+        ended = self.without_its_own(state)
         shared = self.server.shared(weights)
         if shared:
             ended = ended.with_group(self.group, {name: t for name, t in weights.items() if name not in shared})
         return RoundUpdate(ended, models=self.keep(ended))
+
+    def without_its_own(self, state: RunState) -> RunState:
+        """The state without what belongs to this stage: the next one has its own clients, server and judgement."""
+        older = self._older(state)
+        # A local rule's client state belongs to the stage's weights, and the next stage may train others.
+        ended = state.without_groups(self.server_group, self.sent_group, *older).without_client_tensors(STATE)
+        return ended.without_data(HISTORY, MEMORY, UNANSWERED, JUDGEMENT, AT_WORK, BEGUN)
 
     def with_sent(self, state: RunState, index: int) -> RunState:
         """The state with the weights that clients receive in a round, if processors change them.

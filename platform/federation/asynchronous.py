@@ -185,7 +185,7 @@ class Asynchronous:
     def most_versions(self) -> int:
         """Largest number of older weights kept beside the newest, each as large as the model."""
         most = self.concurrency - 1 if self.goes_on else 0
-        return most if self.max_staleness is None else min(most, self.max_staleness)
+        return most if self.max_staleness is None else min(most, self.max_staleness + 1)
 
     def wanted(self, data: Mapping[str, Any], round_: int) -> tuple[int, frozenset[int], bool]:
         """The size of a round's cohort, the clients that cannot be in it, and whether any client is at work."""

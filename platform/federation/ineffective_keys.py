@@ -55,6 +55,7 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
         _Needs("max_step_s step_batch_size", "device_table", _is_given, "a device table"),
         _Needs("shares clients", "device_table", _is_missing, "runs without a device table"),
         _Needs("shares", "clients", _is_missing, "runs without it"),
+        _Needs("cost", "cost_weights", _is_missing, "runs without weights of costs"),
         _Needs("rho_low rho_high paths", "upper_bounds", _is_missing, "runs without given bounds"),
     ),
     RunConfig: (
@@ -64,7 +65,13 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
             _is_missing,
             "runs without a device table, which has these columns",
         ),
-        _Needs("ray.detached", "executor.kind", partial(eq, "ray"), "ray"),
+        _Needs(
+            "ray.detached ray.num_cpus ray.dashboard ray.object_store_memory_bytes ray.wait_s executor.actors "
+            "executor.client_timeout_s executor.failures.actor_attempts",
+            "executor.kind",
+            partial(eq, "ray"),
+            "ray",
+        ),
         _Needs("tracking.project tracking.models", "tracking.to", _is_given, "trackers"),
         _Needs("tracking.to ray.detached stop.patience stop.target", "dry_run", _is_missing, "runs that train"),
     ),
@@ -78,6 +85,7 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
     ),
     TrainingConfig: (
         _Needs("momentum", "optimizer", _may_use_momentum, "sgd"),
+        _Needs("idle_momentum", "momentum", _is_given, "momentum above 0"),
         _Needs("max_staleness", "asynchronous", _is_given, "asynchronous rounds"),
         _Needs("final_lr_share", "schedule", partial(eq, "cosine"), "cosine"),
         _Needs("step_rounds", "schedule", partial(eq, "steps"), "steps"),
@@ -116,6 +124,10 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
                 f"executor.sum_chunks={config.executor.sum_chunks} has no effect with method.train.aggregator="
                 f"{shown(aggregator)}: it is for means"
             )
+    if isinstance(config, TiersConfig) and config.upper_bounds:
+        bounds = len(config.upper_bounds)
+        if config.count not in (bounds, _default(config, "count")):
+            yield f"{key}count={config.count} has no effect with {bounds} {key}upper_bounds: there are as many tiers"
     if isinstance(config, RunConfig):
         yield from _unstopped(config)
     if isinstance(config, TrainingConfig) and config.optimizer_state == "kept" and _is_stateless(config):

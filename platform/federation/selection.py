@@ -262,6 +262,7 @@ class SelectionTraits:
 
     Attributes:
         needs_history: whether it uses the server's history, which is kept only for such rules.
+        needs_losses: whether it may choose by clients' losses, which a dry run does not have.
         needs_loss_norm: whether clients report the root mean square of their samples' losses.
         sampling: how it samples, if every client's probability is known, as differential privacy requires; else None.
         shortens_updates: whether it lets clients send only a part of their changes (`Cohort.sends`).
@@ -269,13 +270,14 @@ class SelectionTraits:
     """
 
     needs_history: bool = True
+    needs_losses: bool = True
     needs_loss_norm: bool = False
     sampling: Sampling | None = None
     shortens_updates: bool = False
     same_round: bool = False
 
 
-@declares(SelectionTraits(needs_history=False, sampling="uniform"))
+@declares(SelectionTraits(needs_history=False, needs_losses=False, sampling="uniform"))
 def uniform(choice: Choice) -> Cohort:
     """Selects clients uniformly at random (McMahan et al. 2017)."""
     client_ids = choice.draw(choice.size)
@@ -285,7 +287,7 @@ def uniform(choice: Choice) -> Cohort:
     return Cohort(client_ids, min(choice.size, population) / population if population else 0.0, "uniform")
 
 
-@declares(SelectionTraits(needs_history=False, sampling="all"))
+@declares(SelectionTraits(needs_history=False, needs_losses=False, sampling="all"))
 def all_available(choice: Choice) -> Cohort:
     """Selects all eligible clients that are available."""
     if choice.always:
@@ -295,7 +297,7 @@ def all_available(choice: Choice) -> Cohort:
     )
 
 
-@declares(SelectionTraits(needs_history=False, sampling="poisson"))
+@declares(SelectionTraits(needs_history=False, needs_losses=False, sampling="poisson"))
 def poisson(choice: Choice) -> Cohort:
     """Selects every client independently with probability `size` / clients, as differential privacy's analysis assumes.
 
@@ -351,7 +353,16 @@ def select(choice: Choice, rule: ComponentSpec) -> Cohort:
         memory = json.loads(json.dumps(cohort.memory))  # as the rule would get it after a resume
     except (TypeError, ValueError) as error:
         raise PluginError(f"{blame} gives a memory that JSON cannot hold: {error}") from error
-    return replace(cohort, client_ids=client_ids, reason=cohort.reason or name, memory=memory)
+    return replace(
+        cohort,
+        client_ids=client_ids,
+        probability=float(cohort.probability),
+        reason=cohort.reason or name,
+        reasons={int(c): reason for c, reason in cohort.reasons.items()},
+        memory=memory,
+        epochs={int(c): int(epochs) for c, epochs in cohort.epochs.items()},
+        sends={int(c): float(share) for c, share in cohort.sends.items()},
+    )
 
 
 def _check_values(cohort: Cohort, blame: str) -> None:

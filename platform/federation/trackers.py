@@ -110,9 +110,13 @@ def _history(paths: RunPaths, first: int) -> Iterator[tuple[int, Mapping[str, fl
     records = {name: json.loads(rows.to_json(orient="records", double_precision=15)) for name, rows in tables}
     steps = {(row["stage"], row["round"]): step for step, row in enumerate(records["rounds"])}
     last_of_stage = {stage: step for (stage, _), step in steps.items()}
+    # Stages that may end early are scored after every round, and the score is sent with the round.
+    configs = [json.loads(config) for config in read_runs([paths], "runs")["config"].dropna()]
+    judged = any(config["stop"]["patience"] is not None or config["stop"]["target"] is not None for config in configs)
     rows_of: dict[int, list[Row]] = {step: [("rounds", row)] for step, row in enumerate(records["rounds"])}
     for row in records["evaluations"]:
-        step = steps.get((row["stage"], row["round"]), last_of_stage.get(row["stage"]))
+        round_ = row["round"] - (judged and row["client_id"] is None and row["round"] > 0)
+        step = steps.get((row["stage"], round_), last_of_stage.get(row["stage"]))
         if step is not None:
             rows_of[step].append(("evaluations", row))
     for step, rows in rows_of.items():

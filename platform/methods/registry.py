@@ -146,6 +146,10 @@ def build_stages(world: World) -> list[Stage]:
     of_rounds = [stage for stage in stages if isinstance(stage, TrainingStage)]
     keys, is_scored = dict.fromkeys(s.rules.key for s in of_rounds), any(s.may_end_early for s in of_rounds)
     check_stop(world.config.stop, world.config.objective.name, [*keys], is_scored=is_scored)
+    if world.config.stop.is_set and method.kind != "silos" and not world.data.num_central("validation"):
+        raise ValueError(
+            "stop.patience and stop.target need validation data, and there is none: raise data.validation_share"
+        )
     trained = [stage for stage in stages if getattr(stage, "trains", False)]
     if world.attackers and (method.kind == "silos" or not all(isinstance(s, TrainingStage) for s in trained)):
         raise ValueError(

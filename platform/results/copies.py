@@ -12,6 +12,7 @@ compared.
 import json
 import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -401,10 +402,20 @@ def mirror_folder(results: str | Path, relative: str) -> None:
 
 
 class _RunFile(NamedTuple):
-    """A file of the run at a checkpoint, open if it has to be sent."""
+    """A file of the run at a checkpoint; if it has to be sent, it is open, or has its path.
+
+    A checkpoint may have more tensors than a process may have open files. Those beyond are opened when they are sent;
+    their names say their content, so that no other file takes their place.
+    """
 
     stamp: Stamp
-    file: BinaryIO | None
+    file: BinaryIO | None = None
+    path: Path | None = None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it has to be sent."""
+        return self.file is not None or self.path is not None
 
 
 class Mirror:
@@ -493,7 +504,7 @@ class Mirror:
             if self._remote_names is None:
                 self._remote_names = set(self._target.list(self._folders))
             self._announce(files, self._remote_names)
-            changed = sorted((name for name, (_, file) in files.items() if file is not None), key=rank)
+            changed = sorted((name for name, file in files.items() if file.has_changed), key=rank)
             # Obsolete row files can go before the rest; others only after state and cards no longer refer to them.
             self._send(files, [name for name in changed if _is_rows(name)], self._remote_names)
             self._delete([name for name in self._remote_names - files.keys() if _is_rows(name)], self._remote_names)
@@ -521,15 +532,18 @@ class Mirror:
         self._target.write(name, encoded(either(there, here)))
 
     def _opened(self) -> dict[str, _RunFile]:
-        """The run's files as they are; those that have changed since they were sent are opened."""
+        """The run's files as they are; those that have changed since they were sent are opened, as far as they may."""
         files: dict[str, _RunFile] = {}
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         for folder in self._folders:
             for parent, _, names in os.walk(self._paths.root / folder):
                 # Names that begin with a dot are temporary files.
                 for path in (Path(parent, name) for name in names if not name.startswith(".")):
                     name, stamp = self._name(path), Stamp.of(path.stat())
                     if self._sent.get(name) == stamp:
-                        files[name] = _RunFile(stamp, None)
+                        files[name] = _RunFile(stamp)
+                    elif path.suffix == ".safetensors" and len(files) >= most:
+                        files[name] = _RunFile(stamp, path=path)
                     else:
                         file = path.open("rb")
                         # Since `stat`, a log may have grown, and the status may have been replaced.
@@ -538,10 +552,13 @@ class Mirror:
 
     def _send(self, files: Mapping[str, _RunFile], names: Sequence[str], remote_names: set[str]) -> None:
         for name in names:
-            stamp, file = files[name]
-            assert file is not None
+            stamp, file, path = files[name]
             self._ownership.ask()
-            self._target.upload(name, file, stamp.size_bytes)
+            if path is not None:  # of a checkpoint that has been replaced since it may be gone, which ends this pass
+                with path.open("rb") as tensors:
+                    self._target.upload(name, tensors, stamp.size_bytes)
+            elif file is not None:
+                self._target.upload(name, file, stamp.size_bytes)
             self._sent[name] = stamp
             remote_names.add(name)
 
@@ -557,9 +574,9 @@ class Mirror:
 
 
 def _close(files: Mapping[str, _RunFile]) -> None:
-    for _, file in files.values():
-        if file is not None:
-            file.close()
+    for each in files.values():
+        if each.file is not None:
+            each.file.close()
 
 
 @contextmanager

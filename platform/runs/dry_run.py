@@ -4,9 +4,10 @@ Communication and compute are computed from the assignments, so a dry run's rows
 thousands of rounds in seconds. Weights are empty; losses and metrics are missing.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeGuard, cast
 
 from fedloom.platform.clients.assignments import AccountableTask, Assignment, ClientResult
 from fedloom.platform.clients.execution import Chunk, ChunkResult, SerialExecutor, SharedWeights
@@ -14,7 +15,10 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RoundUpdate, RunState, TrainingStage
 from fedloom.platform.federation.forecast import macs_left
 from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.spaces.slices import TensorGroup, Weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class DryExecutor(SerialExecutor):
 class DryStage(Stage):
     """A stage without weights and without the server's scoring."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: TrainingStage) -> None:
         self.stage, self.name = stage, stage.name
 
     def begin(self, state: RunState) -> RunState:
@@ -62,9 +66,10 @@ class DryStage(Stage):
         return macs_left(self.stage, state)
 
     def plan(self, state: RunState) -> Plan:
-        """The clients' assignments of the plan."""
+        """The clients' assignments of the plan, whose updates are empty."""
         plan = self.stage.plan(state)
-        return replace(plan, assignments=[a for a in plan.assignments if a.client_id is not None])
+        clients = [a for a in plan.assignments if a.client_id is not None]
+        return replace(plan, assignments=clients, processors=(), keeps_updates=False)
 
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """The stage's merge without an evaluation."""
@@ -72,21 +77,34 @@ class DryStage(Stage):
 
     def end(self, state: RunState) -> RoundUpdate:
         """The final state, without models."""
-        return RoundUpdate(state)
+        return RoundUpdate(self.stage.without_its_own(state))
 
 
 def dry_stages(stages: Sequence[Stage]) -> list[Stage]:
     """The stages whose assignments do not depend on training results: training from fresh weights.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none, and for secure sums, which mask weights. Warns of a selection rule that may
+    choose by losses, which a dry run does not have.
     """
-    dry: list[Stage] = [DryStage(stage) for stage in stages if is_countable(stage)]
+    dry = [DryStage(stage) for stage in stages if is_countable(stage)]
     if not dry:
         raise ValueError("dry_run=true: this method has no stage that can be counted without training")
-    return dry
+    for config, key in ((stage.stage.processing.config, stage.stage.rules.key) for stage in dry):
+        if config.privacy.secure:
+            raise ValueError(
+                f"dry_run=true: {key}.privacy.secure=true masks weights, and there are none: leave one out"
+            )
+    for rule in dict.fromkeys(stage.stage.rules.selection.name for stage in dry):
+        if selection_traits(rule).needs_losses:
+            logger.warning(
+                "dry_run=true: selection=%s may choose by clients' losses, which are not known without training: other "
+                "clients take part than in the run",
+                rule,
+            )
+    return [*dry]
 
 
-def is_countable(stage: Stage) -> bool:
+def is_countable(stage: Stage) -> TypeGuard[TrainingStage]:
     """Whether a stage starts from fresh weights, and all clients' tasks can count their costs.
 
     Tasks are those of its first plan; a stage whose later tasks depend on training says so (`TrainingStage.countable`).

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.platform.spaces.initialisation import InitialisesItself
-
 Architecture = tuple[int, ...]
 """One chosen option index per decision of the space."""
 
@@ -172,7 +170,7 @@ class SlicedSupernet(nn.Module):
             self.register_parameter(name, parameter)
         for name, buffer in whole.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name in whole.state_dict())
-        if isinstance(whole, InitialisesItself):
+        if hasattr(whole, "initialise_own"):
             self.initialise_own = whole.initialise_own
         self._constants = [name for name, tensor in self.named_parameters() if not tensor.requires_grad]
         self._slices, self._build = slices, skeleton

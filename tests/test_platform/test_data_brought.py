@@ -172,6 +172,7 @@ FLOATS = RNG.normal(size=(50, 4))
         ({"x": 1}, "returns a mapping that has no 'x': its keys are train, test, class_names"),
         ({}, "returns a mapping that lacks 'train'"),
         (Arrays((IMAGES, LABELS[:49])), "train has 50 inputs and 49 labels: one for each"),
+        (Arrays((IMAGES, np.zeros((49, 2)))), "train has 50 inputs and 49 labels: one for each"),
         (Arrays((IMAGES, LABELS, LABELS[:3])), "train has 50 inputs and 3 clients: one for each"),
         (Arrays((IMAGES,)), r"train is tuple: give \(inputs, labels\)"),
         (Arrays((IMAGES[:0], LABELS[:0])), "train has no samples"),

@@ -34,7 +34,11 @@ def test_what_a_data_set_allows_passes(dataset: str, partition: str) -> None:
             "shake",
         ),
         ({"sequence_length": 0}, "data.sequence_length=0: must be between 1 and 1000000"),
-        ({"sequence_length": 80}, "data.sequence_length=80: digits holds images; leave it out"),
+        ({"sequence_length": 80}, "data.sequence_length=80: it is not for digits; leave it out"),
+        (
+            {"sequence_length": 80, "dataset": "npz", "options": {"path": "x.npz"}},
+            "data.sequence_length=80: it is not for npz; leave it out",
+        ),
         (
             {"partition": "dirichlet"},
             "data.partition=dirichlet: must be one of lda, lda_sequential, dirichlet_classes, shards",

@@ -14,7 +14,7 @@ from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import CheckpointConfig, DevicesConfig, RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
-from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import find_method
@@ -124,11 +124,22 @@ def fedavg(_elastic: Make, tiny: Make) -> RunConfig:
     return tiny(method=FedAvgConfig(architecture="3-1-2", train=train))
 
 
+def kept(_elastic: Make, tiny: Make) -> RunConfig:
+    train = TrainingConfig(rounds=2, clients_per_round=3, batch_size=16, aggregator="median", processors=["sparsify"])
+    return tiny(method=FedAvgConfig(architecture="3-1-2", train=train))
+
+
+def one_after_the_other(elastic: Make, _tiny: Make) -> RunConfig:
+    """Every stage has its own turns, and its own clients at work."""
+    train = {"rounds": 2, "clients_per_round": 2, "asynchronous": "fedbuff", "arrivals": 1, "selection": "round_robin"}
+    return elastic("batch", method={"separately": True, "family": ["smallest", "largest"]}, train=train)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         *(slices, compressed, tier_aware, whole_supernet, whole_supernet_of_operators),
-        *(separately, dropouts, traced, fedoras, fedavg),
+        *(separately, dropouts, traced, fedoras, fedavg, kept, one_after_the_other),
     ],
     ids=lambda f: f.__name__,
 )
@@ -193,6 +204,18 @@ def test_a_dry_run_without_anything_to_count_is_refused(
     with pytest.raises(ValueError, match="dry_run=true: this method has no stage that can be counted"):
         run(elastic_config(dry_run=True), tmp_path / "dry")
     assert not (tmp_path / "dry" / "runs").exists()
+
+
+def test_what_a_dry_run_does_not_know_is_said(
+    tiny_config: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = TrainingConfig(rounds=1, clients_per_round=3, selection="oort")
+    config = tiny_config(method=FedAvgConfig(architecture="3-1-2", train=train), dry_run=True)
+    run(config, tmp_path / "dry")
+    assert "selection=oort may choose by clients' losses, which are not known without training" in caplog.text
+    train = replace(train, selection="uniform", weighting="plain", privacy=PrivacyConfig(secure=True))
+    with pytest.raises(ValueError, match=r"dry_run=true: method\.train\.privacy\.secure=true masks weights"):
+        run(replace(config, method=FedAvgConfig(architecture="3-1-2", train=train)), tmp_path / "dry")
 
 
 @pytest.mark.parametrize("method", ["fedmn", "global_nas"])

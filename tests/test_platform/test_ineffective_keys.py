@@ -31,6 +31,15 @@ CHOICE = ["method.train.selection=power_of_choice"]
             ],
         ),
         (
+            ["executor.kind=serial", "executor.actors=2"],
+            ["executor.actors=2 has no effect with executor.kind=serial: it is for ray"],
+        ),
+        (["tiers.upper_bounds=[1e9,2e9]", "tiers.count=2"], []),
+        (
+            ["tiers.upper_bounds=[1e9,2e9]", "tiers.count=7"],
+            ["tiers.count=7 has no effect with 2 tiers.upper_bounds: there are as many tiers"],
+        ),
+        (
             ["tiers.max_step_s=5"],
             ["tiers.max_step_s=5.0 has no effect with tiers.device_table=null: it is for a device table"],
         ),

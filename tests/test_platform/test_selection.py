@@ -241,6 +241,21 @@ def test_a_rule_that_gives_no_cohort_is_named(own_module: ModuleType, name: str,
     assert "\n" not in str(caught.value)
 
 
+def test_numbers_of_numpy_in_a_cohort_are_plain_ones_as_a_checkpoint_holds_them(own_module: ModuleType) -> None:
+    own_module.arrays = (
+        lambda choice: Cohort(  # type: ignore[attr-defined]
+            choice.eligible[:2],
+            np.float32(0.25),
+            reasons={np.int64(1): "first"},
+            epochs={np.int64(1): np.int64(2)},
+            sends={np.int64(1): np.float32(0.5)},
+        )
+    )
+    cohort = select(choice(np.array([1, 4]), 2, stream(1, "x")), ComponentSpec("own_selection:arrays"))
+    values = [cohort.probability, *cohort.reasons, *cohort.epochs, *cohort.epochs.values(), *cohort.sends.values()]
+    assert [(type(value), value) for value in values] == [(float, 0.25), *[(int, 1)] * 2, (int, 2), (float, 0.5)]
+
+
 def test_a_memory_is_what_a_resumed_run_reads_from_the_start(own_module: ModuleType) -> None:
     own_module.pairs = lambda choice: Cohort(choice.draw(2), memory={"last": (1, 2)})  # type: ignore[attr-defined]
     about = choice(np.arange(6), 2, stream(1, "x"))

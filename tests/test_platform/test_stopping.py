@@ -239,6 +239,13 @@ def test_a_stage_that_cannot_end_is_refused(
     assert refused(fedavg(tiny_config, stop, **train)) == message
 
 
+def test_a_stage_without_validation_data_cannot_end(tiny_config: Tiny, refused: Callable[[RunConfig], str]) -> None:
+    config = fedavg(tiny_config, StopConfig(patience=1))
+    assert refused(replace(config, data=replace(config.data, validation_share=0.0))) == (
+        "stop.patience and stop.target need validation data, and there is none: raise data.validation_share"
+    )
+
+
 def test_silos_that_train_on_their_validation_data_cannot_be_judged(
     silo_config: Callable[..., RunConfig], elastic_config: Tiny, refused: Callable[[RunConfig], str]
 ) -> None:

@@ -19,8 +19,11 @@ import pytest
 from fedloom.platform.federation.config import RunConfig, TrackingConfig
 from fedloom.platform.federation.event_files import scalars
 from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress
+from fedloom.platform.federation.stopping import StopConfig
 from fedloom.platform.federation.tracker_process import in_a_line
 from fedloom.platform.federation.trackers import TrackedRun, Trackers
+from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.runs.run import RunIdentity, Watcher, make_serial, resume_run, start_run
@@ -244,6 +247,24 @@ def test_a_tracker_that_comes_later_gets_all_rounds_and_a_group(tiny_config: Tin
     assert curves_of(told(fake, "step")) == expected_curves(config, "alpha-1-0000")
     (begun,) = told(fake, "begun")
     assert begun["begun"]["group"] == "alpha-1"
+
+
+def test_scores_after_a_round_are_at_its_step_whether_they_are_sent_at_once_or_later(
+    tiny_config: Tiny, fake: Path
+) -> None:
+    train = TrainingConfig(rounds=3, clients_per_round=2, batch_size=16, evaluate_every=1)
+    config = tiny_config(method=FedAvgConfig(train=train, evaluate=False), stop=StopConfig(patience=9))
+    config.tracking.to = ["wandb"]
+    start_run(config, make_serial)
+    at_once = curves_of(told(fake, "step"))["fedavg/validation/accuracy"]
+    fake.write_text("")
+    config.tracking.to = []
+    with pytest.raises(InterruptedRunError):
+        start_run(config, make_serial, stop_after(2), RunIdentity("later"))
+    config.tracking.to = ["wandb"]
+    resume_run(config, "later", make_serial)
+    assert curves_of(told(fake, "step"))["fedavg/validation/accuracy"] == at_once
+    assert [*at_once] == [0, 1, 2]
 
 
 def test_a_missing_package_is_refused_before_anything_is_written(

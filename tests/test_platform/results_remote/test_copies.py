@@ -18,7 +18,7 @@ from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_table
-from fedloom.platform.runs.run import RunIdentity, start_run
+from fedloom.platform.runs.run import RunIdentity, make_serial, start_run
 
 Elastic = Callable[..., RunConfig]
 Machine = Callable[[str], None]
@@ -33,6 +33,16 @@ def test_the_copy_of_a_run_is_the_run(copied: Any) -> None:
     assert here == there
     assert json.loads(there[Path("artifacts", copied.run_id, "config.json")])["results"] == copied.url
     assert read_table(copied.bucket, "runs")["status"].tolist() == ["done"]
+
+
+def test_more_tensors_than_a_process_may_have_open_files_are_copied(
+    url: str, machine: Machine, elastic_config: Elastic, monkeypatch: pytest.MonkeyPatch, bucket: Path
+) -> None:
+    monkeypatch.setattr("fedloom.platform.results.copies.resource.getrlimit", lambda _: (0, 0))
+    run_id = start_run(elastic_config(results=url), make_serial)
+    tensors = [{p.name for p in root.rglob("*.safetensors")} for root in (local_root(url), bucket)]
+    assert tensors[0] == tensors[1] != set()
+    assert read_table(bucket, "runs", run_id=run_id)["status"].tolist() == ["done"]
 
 
 def test_a_copy_is_read_on_another_machine_by_fedloom_and_by_pyarrow_alone(copied: Any, machine: Machine) -> None:
