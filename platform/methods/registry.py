@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, get_args
 
+from fedloom.platform.clients.evaluation import BatchNorm
 from fedloom.platform.federation.algorithm import TrainingStage
 from fedloom.platform.federation.method import Kind, Method, Own, SharedTraining, Stage
 from fedloom.platform.federation.stopping import check_stop
@@ -23,6 +25,7 @@ from fedloom.platform.plugins import (
 from fedloom.platform.results.tables import TABLES
 from fedloom.platform.settings import check_settings
 from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.initialisation import on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +146,8 @@ def build_stages(world: World) -> list[Stage]:
                 raise
             raise ValueError(f"{error}{place_in_own(error)}") from error
         stages = _checked_stages(stages, f"method {config.name!r}")
+    if not any(getattr(stage, "measures_statistics", False) for stage in stages):
+        _check_norms(world)
     of_rounds = [stage for stage in stages if isinstance(stage, TrainingStage)]
     keys, is_scored = dict.fromkeys(s.rules.key for s in of_rounds), any(s.may_end_early for s in of_rounds)
     check_stop(world.config.stop, world.config.objective.name, [*keys], is_scored=is_scored)
@@ -164,6 +169,18 @@ def build_stages(world: World) -> list[Stage]:
             *(budget, config.name),
         )
     return stages
+
+
+def _check_norms(world: World) -> None:
+    """Raises ValueError for batch norms whose running statistics no stage would update; a user's own may have some."""
+    if not world.space.keeps_statistics or world.config.space.name == "module":
+        return
+    parts = on_meta(partial(world.space.build_subnet, world.architecture(None, ""))).modules()
+    if any(isinstance(part, BatchNorm) and part.momentum == 0 for part in parts):
+        raise ValueError(
+            f"space.norm=static: no training updates the statistics of {world.space.name}'s batch norms; only "
+            "heterofl, fjord and the like estimate them, at the end; use space.norm=batch or group"
+        )
 
 
 def _checked_stages(stages: Any, blame: str) -> list[Stage]:

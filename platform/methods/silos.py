@@ -7,7 +7,6 @@ every round.
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Evaluation, Measurement, Task, evaluations_of
-from fedloom.platform.clients.evaluation import BatchNorm, Score
+from fedloom.platform.clients.evaluation import Score
 from fedloom.platform.clients.networks import Described, MixedNetwork, Network, Subnet
 from fedloom.platform.clients.scoring import (
     GLOBAL,
@@ -68,7 +67,6 @@ from fedloom.platform.methods.evaluation import ClientEvaluation, as_measured
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.settings import BELOW_ONE, NOT_EMPTY, ONE_OR_MORE, PART, POSITIVE, ZERO_OR_MORE
 from fedloom.platform.spaces.capabilities import HasSubspaces, summing_options
-from fedloom.platform.spaces.initialisation import on_meta
 from fedloom.platform.spaces.slices import Subspace, Weights
 from fedloom.platform.words import shown
 from fedloom.tiers.devices import EVALUATION_FACTOR, TRAINING_FACTOR
@@ -469,16 +467,7 @@ def validation_use(*, trained: bool, scored: bool) -> ValidationUse:
 
 
 def fresh_subnet(world: World, subnet: Subnet) -> Initial:
-    """Initial weights of one architecture, shared by all silos.
-
-    Raises ValueError for batch norms whose running statistics would never be updated.
-    """
-    parts = on_meta(partial(world.space.build_subnet, subnet.architecture)).modules()
-    if any(isinstance(part, BatchNorm) and part.momentum == 0 for part in parts):
-        raise ValueError(
-            f"space.norm=static: no training updates the statistics of {world.space.name}'s batch norms; only "
-            "heterofl, fjord and the like estimate them, at the end; use space.norm=batch or group"
-        )
+    """Initial weights of one architecture, shared by all silos."""
     return from_generator(world, lambda g: world.space.initial_subnet_weights(subnet.architecture, g), SUPERNET)
 
 

@@ -204,6 +204,7 @@ class TierModelsStage(Stage):
     """
 
     name = "tier_models"
+    measures_statistics = True
 
     def __init__(self, world: World, model: str, clients: int | None) -> None:
         """`clients` is the number of clients that measure each tier's statistics, None for all."""
