@@ -19,7 +19,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
-from fedloom.platform.federation.training_config import PrivacyConfig
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.apfl import APFLConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
@@ -459,7 +459,7 @@ def test_silos_are_scored_with_the_tensor_group_that_they_trained(make_config: M
     assert evaluation.plan(RunState()).group == "mine"
 
 
-@pytest.mark.parametrize("method", [personal("classifier"), FedAvgConfig()], ids=["silos", "fedavg"])
+@pytest.mark.parametrize("method", [personal("classifier"), FedAvgConfig(train=TrainingConfig(clients_per_round=3))], ids=["silos", "fedavg"])
 def test_batch_norms_whose_statistics_nobody_estimates_are_refused(make_config: Make, method: Any) -> None:
     space = SpaceConfig("cnn_width", input_shape=[1, 8, 8], stage_widths=[8], widths=[1.0])
     with pytest.raises(ValueError, match=r"^space.norm=static: no training updates .* use space.norm=batch or group$"):
