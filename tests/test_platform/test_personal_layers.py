@@ -459,7 +459,11 @@ def test_silos_are_scored_with_the_tensor_group_that_they_trained(make_config: M
     assert evaluation.plan(RunState()).group == "mine"
 
 
-@pytest.mark.parametrize("method", [personal("classifier"), FedAvgConfig(train=TrainingConfig(clients_per_round=3))], ids=["silos", "fedavg"])
+@pytest.mark.parametrize(
+    "method",
+    [personal("classifier"), FedAvgConfig(train=TrainingConfig(clients_per_round=3))],
+    ids=["silos", "fedavg"],
+)
 def test_batch_norms_whose_statistics_nobody_estimates_are_refused(make_config: Make, method: Any) -> None:
     space = SpaceConfig("cnn_width", input_shape=[1, 8, 8], stage_widths=[8], widths=[1.0])
     with pytest.raises(ValueError, match=r"^space.norm=static: no training updates .* use space.norm=batch or group$"):
