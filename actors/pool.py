@@ -106,7 +106,7 @@ class Job:
         return ChunkResult(result.sums, results)
 
     def failed(self, error: str, node: str = "") -> ChunkResult:
-        """The result of a job that no actor finished: its clients failed, but for those that had timed or dropped out."""
+        """The result of a job that no actor finished: its clients failed, timed out, or had dropped out."""
         left = [self.chunk.assignments[i] for i in self.left]
         lost = [lost_client(a, "dropped" if a.dropped else "failed", a.dropped or error, node) for a in left]
         return self.finished(ChunkResult(client_results=lost))

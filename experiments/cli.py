@@ -317,11 +317,11 @@ def _report(args: argparse.Namespace) -> int:
     results = _here(args, args.runs or None, tensors=False)
     ablation = of_ablation.chosen_ablation(results, args.runs)
     if ablation is not None:
-        files = _written(args, lambda: of_ablation.write_ablation_report(results, ablation, args.out, args.target))
+        files = _written(args, lambda _: of_ablation.write_ablation_report(results, ablation, args.out, args.target))
         figures = of_ablation.ablation_json(results, ablation, args.target) if args.json else {}
         show_report(files, of_ablation.ablation_table(results, ablation, args.target), figures, as_json=args.json)
         return OK
-    files = _written(args, lambda: write_report(results, args.runs or None, args.out, args.target))
+    files = _written(args, lambda run_ids: write_report(results, run_ids or args.runs or None, args.out, args.target))
     figures = report_json(results, files.run_ids, args.target) if args.json else {}
     # The report itself says what is missing.
     table = summary_table(results, files.run_ids, missing=False, targets=args.target)
@@ -337,18 +337,21 @@ def _reproduce(args: argparse.Namespace) -> int:
     return run_command(args)
 
 
-def _written(args: argparse.Namespace, write: Callable[[], Any]) -> Any:
-    """Writes the report; with --follow, rewrites it until its runs have ended, for the page that reloads itself."""
+def _written(args: argparse.Namespace, write: Callable[[Sequence[str]], Any]) -> Any:
+    """Writes the report; with --follow, rewrites it until its runs have ended, for the page that reloads itself.
+
+    `write` gets the ids of the runs that the report was of before, of which the latest is no longer the same.
+    """
     from fedloom.experiments.report.content import REFRESH_S
 
-    files = write()
+    files = write(())
     if args.follow and files.is_live and not args.json:
         sys.stdout.write(f"{files.html}: open it in a browser; it is rewritten every {REFRESH_S} s until the end\n")
         sys.stdout.flush()
     while args.follow and files.is_live:
         time.sleep(REFRESH_S)
         _here(args, args.runs or None, tensors=False)
-        files = write()
+        files = write(getattr(files, "run_ids", ()))
     return files
 
 

@@ -30,11 +30,18 @@ LOWER_IS_BETTER = ("loss", "perplexity")
 def client_metrics(tables: Tables, metric: str = METRIC) -> pd.DataFrame:
     """One row per (run, model, tier, client) measured on the client's own test data: value, samples, and `counts`.
 
-    `counts` is False for a client without test samples, which has no metric. Cross-silo runs are left out; they have
-    their own frames.
+    `counts` is False for a client without test samples, which has no metric: an accuracy and a loss of nothing, and no
+    row of other metrics. Cross-silo runs are left out; they have their own frames.
     """
     requires(tables, "evaluations")
     rows = where(tables.evaluations, split="test", metric=metric)
+    if metric != METRIC:
+        scored = where(tables.evaluations, split="test", metric=METRIC)
+        scored = scored[scored["run_id"].isin(rows["run_id"])]
+        client = [*RUN_KEY, "model", "tier", "architecture", "client_id"]
+        known = pd.MultiIndex.from_frame(rows[client].astype(object).fillna(""))
+        lacks = ~pd.MultiIndex.from_frame(scored[client].astype(object).fillna("")).isin(known)
+        rows = pd.concat([rows, scored[lacks].assign(metric=metric, value=float("nan"), samples=0)])
     rows = rows[rows["client_id"].notna() & ~rows["run_id"].isin(runs_of_kind(tables, SILOS))]
     counts = (rows["samples"].fillna(0) > 0).astype(bool) & rows["value"].notna()
     # A family has several subnets for the clients of one tier.

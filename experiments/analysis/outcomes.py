@@ -249,9 +249,13 @@ def _of_clients(tables: Tables) -> pd.DataFrame:
 
 
 def _epsilon(tables: Tables) -> pd.DataFrame:
-    """The epsilon of the method's training, null if a stage has none; it never falls: the maximum is the last value."""
+    """The epsilon of the method's training, null if a stage has none; it never falls: the maximum is the last value.
+
+    Stages in which the server works alone do not count.
+    """
     rounds = by_stage(real_rounds(tables.rounds))
-    rounds = rounds[is_own(rounds) & (rounds["kind"] != SEARCH)]
+    of_clients = rounds.groupby(["run_id", "stage"])["clients_planned"].transform("max") > 0
+    rounds = rounds[is_own(rounds) & (rounds["kind"] != SEARCH) & of_clients.fillna(False).astype(bool)]
     by_kind = rounds.groupby([*RUN_KEY, "kind"], sort=False, observed=True)["epsilon"].max().astype(np.float64)
     of_run = by_kind.groupby(RUN_KEY, sort=False)
     spent = of_run.max().where(of_run.count() == of_run.size()).reset_index()

@@ -123,7 +123,13 @@ def _at_the_end(final: pd.DataFrame, in_stages: pd.DataFrame, rounds: Mapping[tu
         TRAINING if model == TRAINING else f"{model}/{architecture if model == ALONE else tier}"
         for model, tier, architecture in models
     ]
-    done = [rounds.get((str(run), stage)) for run, stage in zip(final["run_id"], stages, strict=True)]
+    # A model that tiers or all clients share was trained in a stage of its own name.
+    runs = final["run_id"].astype(str)
+    stages = [
+        model if (run, stage) not in rounds and (run, model) in rounds else stage
+        for run, stage, model in zip(runs, stages, final["model"].astype(str), strict=True)
+    ]
+    done = [rounds.get((run, stage)) for run, stage in zip(runs, stages, strict=True)]
     rows = final.assign(stage=stages, rounds_done=pd.Series(done, final.index, dtype="Int64"))
     scored = {key: set(group["architecture"]) for key, group in in_stages.groupby(["run_id", "stage"])}
     ended = set(zip(in_stages["run_id"], in_stages["stage"], in_stages["rounds_done"], strict=True))

@@ -197,13 +197,13 @@ def by_stage(frame: pd.DataFrame) -> pd.DataFrame:
 def real_rounds(rounds: pd.DataFrame) -> pd.DataFrame:
     """The rows of `rounds` without those in which a training stage only scored its final weights.
 
-    Such a row follows the stage's last training round and has no planned clients. Stages in which the server works
-    alone have no such row.
+    Such a row follows the stage's last training round, and has no planned clients and no learning rate: a round for
+    which no client was selected has one. Stages in which the server works alone have no such row.
     """
     stages = rounds.groupby(["run_id", "stage"])
     trains = ~by_stage(rounds)["kind"].isin([SEARCH, *MEASUREMENTS]) & (stages["clients_planned"].transform("max") > 0)
     last = rounds["round"] == stages["round"].transform("max")
-    only_scored = trains & last & (rounds["clients_planned"] == 0)
+    only_scored = trains & last & (rounds["clients_planned"] == 0) & rounds["lr"].isna()
     return rounds[~only_scored.fillna(False).astype(bool)]
 
 

@@ -36,7 +36,7 @@ LONGEST = 200
 MOST_TAGS = 20
 RUN_COLUMNS = ("method", "dataset", "started", "ended", "ablation", "trial")
 """The columns of the table `runs` that the list shows."""
-EVALUATION_COLUMNS = ("stage", "model", "client_id", "split", "metric", "value")
+EVALUATION_COLUMNS = ("stage", "round", "model", "client_id", "split", "metric", "value")
 
 SETTLED_NS = 2_000_000_000
 """The age of a folder's modification time, in ns, from which it is certain to cover all changes."""
@@ -316,7 +316,8 @@ def _accuracies(evaluations: pa.Table) -> dict[str, Any]:
     of_model = final[final["model"] == model]
     if model != PERSONAL and of_model["client_id"].isna().any():
         of_model = of_model[of_model["client_id"].isna()]
-    values = {"accuracy": of_model["value"].mean(), "validation": next(iter(validated["value"].iloc[::-1]), None)}
+    last = validated[["stage", "round"]].tail(1).merge(validated)  # of a round that scored several subnets, the mean
+    values = {"accuracy": of_model["value"].mean(), "validation": last["value"].mean() if len(last) else None}
     return {name: plain(None if value is None else float(value)) for name, value in values.items()}
 
 

@@ -199,7 +199,7 @@ def has_report(root: Path, name: str) -> bool:
 
 # -- curves ------------------------------------------------------------------------------------------------------------
 
-ROUND_COLUMNS = ("stage", "round", "clients_planned", "bytes_down", "bytes_up", "simulated_s")
+ROUND_COLUMNS = ("stage", "round", "clients_planned", "lr", "bytes_down", "bytes_up", "simulated_s")
 NOT_CURVES = ("stage", "round", "schedules", "stopped")
 OF_ROUNDS = tuple(name for name in COLUMNS["rounds"] if name not in NOT_CURVES)
 """The columns of `rounds` that are drawn over rounds."""
@@ -301,7 +301,7 @@ def _curve(
 ) -> tuple[list[Any], list[float]]:
     frame = table.filter(pa.compute.equal(table["stage"], stage)).sort_by("round")
     planned = frame["clients_planned"].fill_null(1).to_numpy()
-    if len(planned) and planned[-1] == 0 < planned.max():  # the row of the final score (see `real_rounds`)
+    if len(planned) and planned[-1] == 0 < planned.max() and not frame["lr"][-1].is_valid:  # see `real_rounds`
         frame = frame.slice(0, len(planned) - 1)
     rounds = frame["round"].to_numpy()
     if metric in OF_ROUNDS:

@@ -70,6 +70,8 @@ def check_wanted(wanted: Wanted) -> None:
 def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
     """Finds the requested model; raises ValueError that lists the run's models if it has no such model (yet)."""
     check_wanted(wanted)
+    if world.config.dry_run:
+        raise ValueError(f"run {paths.run_id} was a dry run: it trained nothing that could be exported")
     if method_of(world.config.method).kind == "silos":
         raise ValueError(
             f"run {paths.run_id} trained networks that stay with their silos (method {world.config.method.name}); they "
@@ -85,13 +87,13 @@ def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
         alone = group_of(architecture)
         if alone in list_models(paths):
             return _kept(paths, world, alone)
-        return _cut(paths, architecture, architecture_id(architecture))
+        return _cut(paths, world, architecture, architecture_id(architecture))
     if wanted.tier is not None and not _is_searched(paths, world):
         return _of_tier(paths, world, wanted.tier)
     if wanted == Wanted():
         return _only(paths, world)
     label = wanted.tier if wanted.tier is not None else target_label(wanted.target or "")
-    return _cut(paths, _searched(paths, world, label), label.replace("=", "-"))
+    return _cut(paths, world, _searched(paths, world, label), label.replace("=", "-"))
 
 
 def target_label(text: str) -> str:
@@ -156,19 +158,21 @@ def _kept(paths: RunPaths, world: World, name: str) -> Chosen:
     model = ALONE if name == group_of(architecture) else name.removeprefix(f"{tier}-") if tier else name
     if model in CUT and _is_searched(paths, world):
         # The kept model has the supernet's running statistics; cutting it again computes the subnet's own.
-        return _cut(paths, architecture, name)
+        return _cut(paths, world, architecture, name)
     return Chosen(name, architecture, weights, True, name, (model,), tier)
 
 
-def _cut(paths: RunPaths, architecture: Architecture, label: str) -> Chosen:
+def _cut(paths: RunPaths, world: World, architecture: Architecture, label: str) -> Chosen:
     """A subnet of the run's supernet, which is a kept model or, for methods that search once, in the checkpoint."""
     known = list_models(paths)
     if SUPERNET in known:
         return Chosen(label, architecture, load_model(paths, SUPERNET)[0], False, SUPERNET, CUT)
     if as_stored(paths.checkpoint / STATE_FILE).exists():
         checkpoint = run_checkpoint(paths)
-        if SUPERNET in checkpoint.groups and checkpoint.data["stage"] > 0:
-            return Chosen(label, architecture, checkpoint.groups[SUPERNET].tensors, False, "checkpoint", CUT)
+        tensors = checkpoint.groups[SUPERNET].tensors if SUPERNET in checkpoint.groups else {}
+        needed = {piece.source for piece in world.space.slices(architecture).values()}  # FedDF has several networks
+        if needed <= tensors.keys() and checkpoint.data["stage"] > 0:
+            return Chosen(label, architecture, tensors, False, "checkpoint", CUT)
     if not known:
         raise ValueError(_nothing_yet(paths))
     raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from hashlib import sha256
@@ -312,6 +313,8 @@ def _value(value: Any) -> Any:
     if is_absent(value):
         return None
     item = value.item() if callable(getattr(value, "item", None)) else value
+    if isinstance(item, float) and not math.isfinite(item):  # of a diverged model; JSON has no infinity
+        return None
     return item if isinstance(item, bool | int | float | str) else str(item)
 
 

@@ -268,7 +268,8 @@ def pareto_pictures(pareto: pd.DataFrame, settings: Sequence[Setting], bounds: B
     upper_bounds = {}
     for setting in settings:
         runs = [{tier: bound for (of, tier), bound in bounds.items() if of == run_id} for run_id in setting.run_ids]
-        if all(run == runs[0] for run in runs) and setting.config.get("tiers", {}).get("cost") == "macs":
+        tiers = setting.config.get("tiers", {})
+        if all(run == runs[0] for run in runs) and tiers.get("cost") == "macs" and not tiers.get("cost_weights"):
             upper_bounds[setting.name] = runs[0]
     figure = pareto_figure(pareto, settings, upper_bounds)
     if figure is not None:

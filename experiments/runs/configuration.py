@@ -284,12 +284,18 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     """Sets the value of a dotted key in nested mappings; a mapping is merged with what is there, as Hydra does."""
     owner: Any = values
     *sections, last = key.split(".")
+
+    def place(entries: list[Any], section: str) -> int:
+        if not section.isdecimal() or int(section) >= len(entries):
+            raise ValueError(f"{key}: the list has {len(entries)} entries, from 0: give one of them, or the whole list")
+        return int(section)
+
     for section in sections:
-        owner = owner[int(section)] if isinstance(owner, list) else owner.setdefault(section, {})
+        owner = owner[place(owner, section)] if isinstance(owner, list) else owner.setdefault(section, {})
         if not isinstance(owner, dict | list):
             raise ValueError(unknown(key, [*_keys(values), *GROUPS]))
     if isinstance(owner, list):
-        owner[int(last)] = value
+        owner[place(owner, last)] = value
     elif isinstance(value, dict) and isinstance(owner.get(last), dict):
         for name, inner in value.items():
             _put(owner[last], str(name), inner)

@@ -208,6 +208,17 @@ def test_the_row_of_a_final_score_is_no_round(tmp_path: Path) -> None:
     assert views.curves(views.Reader(), [writer.paths], "", "loss", "rounds")["curves"]["a1"]["x"] == [1, 2]
 
 
+def test_the_validation_of_a_run_is_the_mean_over_what_its_last_round_scored(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path, "tiny", "a1")
+    for round_, values in enumerate(((0.1, 0.2), (0.4, 0.6))):
+        for index, value in enumerate(values):
+            place = {"stage": "supernet", "round": round_, "architecture": str(index), "split": "validation"}
+            writer.add("evaluations", **place, model="supernet", metric="accuracy", value=value, samples=9)
+    writer.close()
+    rows = index_module.read_columns(writer.paths, "evaluations", index_module.EVALUATION_COLUMNS)
+    assert index_module._accuracies(rows) == {"accuracy": None, "validation": 0.5}
+
+
 def test_a_run_that_took_its_supernet_has_the_curve_of_its_training(tmp_path: Path) -> None:
     first, second = (RunWriter.create(tmp_path, "tiny", name) for name in ("a1", "b2"))
     first.add("rounds", stage="supernet", round=0, clients_planned=1, loss=3.0)

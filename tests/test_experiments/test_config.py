@@ -88,6 +88,8 @@ def test_another_method_takes_its_own_keys() -> None:
         ("tiers.count=0", "tiers.count=0: must be between 1 and 1000"),
         ("tiers.shares=[.5,", "tiers.shares"),
         ("data.alpha=${nowhere}", "nowhere"),
+        ("tags.0=a", "tags.0: the list has 0 entries, from 0: give one of them, or the whole list"),
+        ("tags.x=a", "tags.x: the list has 0 entries"),
     ],
 )
 def test_a_bad_override_is_one_clear_line(override: str, message: str) -> None:

@@ -215,14 +215,36 @@ def test_scores_after_the_last_round_are_no_round_of_training(tmp_path: Path) ->
 
 def test_a_round_in_training_without_clients_counts_and_so_do_rounds_of_the_server_alone(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path, "demo", "r1")
-    for round_, planned in enumerate((2, 0, 2)):  # nobody was available for the second round
-        writer.add("rounds", **round_row("supernet", round_, 10, 10, clients_planned=planned))
+    for round_, planned in enumerate((2, 0, 0)):  # nobody was available for the second round, nor for the last
+        writer.add("rounds", **round_row("supernet", round_, 10, 10, clients_planned=planned, lr=0.1))
     for stage, rounds in (("search/tier1", 1), ("slices", 2)):
         for round_ in range(rounds):
             writer.add("rounds", **round_row(stage, round_, 0, 0, clients_planned=0))
     writer.close()
     stages = communication(load(tmp_path))
     assert dict(zip(stages["stage"], stages["rounds"], strict=True)) == {"supernet": 3, "search/tier1": 1, "slices": 2}
+
+
+def test_a_final_score_of_what_all_train_ends_the_curve_of_its_stage(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path, "demo", "r1")
+    writer.add("rounds", **round_row("fedavg", 0, 10, 10, loss=1.0))
+    writer.add("evaluations", **evaluation("evaluation", 0, "fedavg", "server", 0.5, split="validation"))
+    writer.close()
+    frame = convergence(load(tmp_path))
+    validation = frame[frame["series"] == "validation"]
+    assert validation[["stage", "rounds_done", "metric"]].values.tolist() == [["fedavg", 1, 0.5]]
+
+
+def test_clients_without_test_text_are_excluded_from_perplexity_as_from_accuracy(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path, "demo", "r1")
+    for client, samples in ((0, 10), (1, 0)):
+        value = 0.5 if samples else None
+        writer.add("evaluations", **evaluation("evaluation", 0, "m", "tier1", value, client, samples=samples))
+    writer.add("evaluations", **evaluation("evaluation", 0, "m", "tier1", 3.5, 0, metric="perplexity"))
+    writer.close()
+    for metric in ("accuracy", "perplexity"):
+        assert fairness(load(tmp_path), metric)[["clients", "excluded"]].values.tolist() == [[1, 1], [1, 1]]
+    assert fairness(load(tmp_path), "loss").empty
 
 
 def test_pareto_keeps_feasible_candidates_and_marks_front_and_winner(tables: Tables) -> None:

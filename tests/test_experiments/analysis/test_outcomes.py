@@ -58,6 +58,7 @@ def test_epsilon_is_that_of_the_methods_own_training_if_all_of_it_is_private(run
         work = {"clients_planned": 2, "bytes_down": 5, "bytes_up": 3, "macs": 11, "simulated_s": 2.0, "wall_s": 1.0}
         for stage, epsilon in epsilons.items():
             writer.add("rounds", stage=stage, round=1, loss=1.0, epsilon=epsilon, **work)
+        writer.add("rounds", stage="slices", round=1, **{**work, "clients_planned": 0})  # the server's work
         writer.close()
     frame = analysis.outcomes(analysis.load(runs.root)).set_index("experiment")["epsilon"]
     assert frame["private"] == 0.75, "rand-init is a baseline"

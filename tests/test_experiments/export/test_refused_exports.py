@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.results.manifest import manifest_path
 from fedloom.platform.results.paths import list_runs
 from fedloom.platform.runs import run as run_module
+from fedloom.platform.runs.run import make_serial, start_run
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -71,6 +73,14 @@ def test_a_run_without_a_model_says_where_it_stands(
         line = refused([paths.run_id, *words, "--results", str(results), "--out", str(out)], capsys)
         assert f"run {paths.run_id} keeps no model yet (it is done" in line
     assert not out.parent.exists()
+
+
+def test_a_dry_run_has_nothing_to_export(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id = start_run(tiny_config(results=str(tmp_path / "dry"), dry_run=True), make_serial)
+    line = refused([run_id, "--architecture", "0-1-0", "--results", str(tmp_path / "dry"), "--out", str(out)], capsys)
+    assert line.endswith(f"run {run_id} was a dry run: it trained nothing that could be exported")
 
 
 def test_other_data_than_the_run_s_is_refused(runs: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
