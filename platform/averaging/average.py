@@ -241,7 +241,8 @@ class WeightedSums:
     def finish(self, old: Weights, min_contributors: int = 1, singly: Container[str] = ()) -> Averaged:
         """Returns the new weights: scalars covered by fewer than `min_contributors` updates keep their old value.
 
-        For the tensors named by `singly`, which are not part of the model, one update is enough.
+        For the tensors named by `singly`, which are not part of the model, one update is enough, and clients without
+        them contribute no old value.
 
         Tensors of `old` that no update covers are returned without a copy. The sums are consumed: adding to them,
         merging or finishing them afterwards raises ValueError.
@@ -252,7 +253,9 @@ class WeightedSums:
         if self.whole_weight and self.updates >= fewest:
             fewest = 1  # clients that do not hold a scalar contribute its old value
         done = {
-            name: tensor_sum.finish(old[name], 1 if name in singly else fewest, self.whole_weight)
+            name: tensor_sum.finish(old[name], 1, 0.0)
+            if name in singly
+            else tensor_sum.finish(old[name], fewest, self.whole_weight)
             for name, tensor_sum in self.tensors.items()
         }
         weights = {**old, **{name: tensor for name, (tensor, _) in done.items()}}

@@ -368,11 +368,18 @@ class TrainingStage:
                 *(world, config, self.rules, len(self.population), self.cohort_size, self._received_in)
             )
         self.answers = self.cohort_size if self.asynchronous is None else self.asynchronous.arrivals
-        check_cohort(self.rules, self.answers)
+        if self.answers:
+            check_cohort(self.rules, self.answers)
         if config.min_contributors > self.answers > 0:
             raise ValueError(
                 f"{self.rules.key}.min_contributors={config.min_contributors}: only {self.answers} clients take part "
                 f"in a round of {name}, so that nothing would ever be trained; lower it"
+            )
+        least = max((each.least_contributors for each in self.processing.processors), default=1)
+        if config.rounds and least > self.answers > 0:
+            raise ValueError(
+                f"{self.rules.key}.privacy.secure=true: {self.answers} client takes part in a round of {name}, and the "
+                f"sum of fewer than {least} reveals it, so that nothing would ever be trained; leave it out there"
             )
         if len(self.population):
             # Raises for wrong options before the run begins.
@@ -473,8 +480,9 @@ class TrainingStage:
         # If scores may end the stage, `merge` has the new weights scored: only the initial ones are scored here.
         scores_before = self._is_due(index) and not (self.may_end_early and index)
         of_server = [*self.beside(state), *(self.score(state) if scores_before else ())]
+        own = None if group == self.group else self.group  # not what processors make of it on the way to clients
         return Plan(
-            [*assignments, *(for_server(self.name, index, task) for task in of_server)],
+            [*assignments, *(for_server(self.name, index, task, reads=own) for task in of_server)],
             group,
             {"lr": local.lr, **begun.schedules, **self.processing.schedules(context)},
             stack=stack,
@@ -560,10 +568,12 @@ class TrainingStage:
     def merge(self, state: RunState, plan: Plan, result: RoundResult) -> RoundUpdate:
         """Averages the updates, applies the server rule and the method's `after`, and updates the history.
 
-        Raises ValueError if clients have trained and all weights of all updates are 0.
+        Raises ValueError if clients with a share have trained and all weights of all updates are 0.
         """
         sums, results = result.sums, result.client_results
-        if sums.weigh_nothing and any(r.samples for r in results if r.status == "ok"):
+        without_share = {a.client_id for a in plan.assignments if getattr(a.task, "share", 1.0) == 0}
+        trained = any(r.samples and r.client_id not in without_share for r in results if r.status == "ok")
+        if sums.weigh_nothing and trained:
             raise ValueError(
                 f"all weights of all {sums.updates} updates are 0, so that the round trains nothing: weighting rule "
                 f"{self.rules.weighting.name!r} must give what is trained a weight above 0"

@@ -296,8 +296,15 @@ class Loop:
         try:
             if plan.answers is not None and plan.answers.counted is not None:
                 return self._answered(replace(plan, assignments=assignments), state, attempts, plan.answers.counted)
-            chunks = make_chunks(assignments, size, attempts, plan.stack, plan.keeps_updates)
-            weights = SharedWeights(state.weights(plan.group), state.version(plan.group))
+            # The server's scores may read other weights than clients do.
+            groups = {a.tier: a.reads for a in assignments if a.client_id is None and a.reads is not None}
+            versions = {tier: state.version(group) for tier, group in groups.items()}
+            older = {versions[tier]: state.weights(group) for tier, group in groups.items()}
+            chunks = [
+                replace(chunk, version=versions.get(chunk.tier))
+                for chunk in make_chunks(assignments, size, attempts, plan.stack, plan.keeps_updates)
+            ]
+            weights = SharedWeights(state.weights(plan.group), state.version(plan.group), older)
             results = self.executor.run(chunks, weights)
             self.recorder.start()
             together = self.execution.sum_chunks or 1

@@ -544,9 +544,11 @@ def online_for_s(world: World, client_id: int, starts_s: float | None) -> float 
     return None if math.isinf(off_s) else off_s - starts_s
 
 
-def for_server(stage: str, round_: int, task: Task, *, reads_test: bool = False) -> Assignment:
-    """An assignment of the server, on its own data."""
-    return Assignment(stage, round_, None, SERVER, task, reads_test=reads_test)
+def for_server(
+    stage: str, round_: int, task: Task, *, reads_test: bool = False, reads: str | None = None
+) -> Assignment:
+    """An assignment of the server, on its own data; `reads` is the group of its weights, if not the plan's."""
+    return Assignment(stage, round_, None, SERVER, task, reads_test=reads_test, reads=reads)
 
 
 def as_asked(task: Task, cohort: Cohort, client_id: int) -> Task:

@@ -1,7 +1,7 @@
 """The registry of methods by name."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import signature
@@ -10,6 +10,7 @@ from typing import Any, get_args
 from fedloom.platform.clients.evaluation import BatchNorm
 from fedloom.platform.federation.algorithm import TrainingStage
 from fedloom.platform.federation.method import Kind, Method, Own, SharedTraining, Stage
+from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.stopping import check_stop
 from fedloom.platform.federation.world import World
 from fedloom.platform.plugins import (
@@ -155,6 +156,7 @@ def build_stages(world: World) -> list[Stage]:
         raise ValueError(
             "stop.patience and stop.target need validation data, and there is none: raise data.validation_share"
         )
+    _check_private(of_rounds)
     trained = [stage for stage in stages if getattr(stage, "trains", False)]
     if world.attackers and (method.kind == "silos" or not all(isinstance(s, TrainingStage) for s in trained)):
         raise ValueError(
@@ -169,6 +171,27 @@ def build_stages(world: World) -> list[Stage]:
             *(budget, config.name),
         )
     return stages
+
+
+def _check_private(stages: Sequence[TrainingStage]) -> None:
+    """Raises ValueError for stages whose epsilon could not be combined; warns of one after a stage without privacy."""
+    configs = [(stage, stage.processing.config) for stage in stages if stage.processing.config.rounds]
+    private = [(stage, config) for stage, config in configs if config.privacy.clip is not None]
+    samplings = {selection_traits(stage.rules.selection.name).sampling for stage, _ in private}
+    if {"uniform", "poisson"} <= samplings:
+        raise ValueError(
+            "privacy: stages that sample by uniform and by poisson have no common epsilon: use one of them"
+        )
+    if "uniform" in samplings and any(config.privacy.accountant == "pld" for _, config in private):
+        raise ValueError("privacy.accountant=pld knows stages of selection=poisson and all, not uniform: use rdp")
+    for index, (stage, config) in enumerate(configs):
+        if config.privacy.noise and (open_ := [s.name for s, c in configs[:index] if c.privacy.clip is None]):
+            logger.warning(
+                "%s: epsilon is that of the private stages alone; %s, before it, trained without privacy, and what "
+                "starts from weights of such a stage is not private",
+                *(stage.name, ", ".join(open_)),
+            )
+            return
 
 
 def _check_norms(world: World) -> None:

@@ -92,6 +92,11 @@ def stages(config: SplitMixConfig, world: World) -> list[Stage]:
     """Training, the tiers' mixes and their statistics, evaluation."""
     space, affordable = with_bases(world.space, config.name), largest_of_tiers(world)
     refuse_masked_rows(world, config.name)
+    if config.train.privacy.noise:
+        raise ValueError(
+            "method.train.privacy.noise: the base nets that a client trains depend on who else takes part, so that its "
+            "influence is larger than its own update, and epsilon would promise too much; leave it out (0)"
+        )
     cohort, total = cohort_size(config.train, world.num_clients), space.num_bases(space.largest)
 
     def network(round_: Round, client_id: int) -> BaseNets:

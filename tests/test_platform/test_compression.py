@@ -1,6 +1,7 @@
 """Compression: what arrives, its bytes, what is remembered, and in which order processors may follow each other."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from fedloom.platform.averaging.processors import (
     expected_traffic,
     sent,
 )
+from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.processing import from_exact
+from fedloom.platform.federation.stopping import StopConfig
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
@@ -292,3 +295,18 @@ def test_what_is_rounded_off_on_the_way_down_is_not_lost(tiny_config: Any, run_i
     assert rows
     for row in rows:
         assert row["bytes_down"] == row["bytes_up"] < 4 * row["parameters"]
+
+
+def test_scores_are_those_of_the_servers_weights_whatever_its_messages_make_of_them(
+    tiny_config: Callable[..., RunConfig], train_in_memory: Any
+) -> None:
+    """A score before a round is of the weights that a score after the last one would be of."""
+    train = TrainingConfig(rounds=2, clients_per_round=2, batch_size=16, evaluate_every=1, processors=["uniform"])
+    train.options = {"bits": 4, "direction": "both"}
+    losses = []
+    for stop in (StopConfig(), StopConfig(patience=9, weights="last")):
+        memory = train_in_memory(tiny_config(method=FedAvgConfig(train=train, evaluate=False), stop=stop))
+        rows = memory.table("evaluations")
+        losses.append(rows[(rows["metric"] == "loss") & (rows["split"] == "validation")].set_index("round")["value"])
+    assert losses[0].index.tolist() == [0, 1, 2]
+    assert losses[0].tolist() == losses[1].tolist()

@@ -278,3 +278,13 @@ def test_what_clients_do_not_send_whole_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             rules_of(TrainingConfig(**train), "method.train")  # type: ignore[arg-type]
+
+
+def test_a_control_variate_is_not_diluted_where_weights_of_clients_without_a_tensor_count() -> None:
+    sums = WeightedSums()
+    control = Update({"x": torch.ones(2), "control/x": torch.ones(2)}, {n: Slice(n) for n in ("x", "control/x")}, {})
+    weights = {"x": 100.0, "control/x": 1.0}
+    sums.add(replace(control, weights=weights, unheld=100.0))
+    old = {"x": torch.zeros(2), "control/x": torch.full((2,), 5.0)}
+    averaged = sums.finish(old, singly={"control/x"}).weights
+    assert averaged["control/x"].tolist() == [1.0, 1.0], "the mean change of those that sent one"

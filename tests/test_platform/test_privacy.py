@@ -26,8 +26,10 @@ from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.global_nas import GlobalNasConfig
 from fedloom.platform.methods.registry import METHODS, build_stages
+from fedloom.platform.methods.shares import SharesConfig
 from fedloom.platform.methods.silo_search import ArchitectureSearchConfig
 from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.methods.superfednas import DistributionConfig
 from fedloom.platform.spaces.slices import Region, Slice
 from fedloom.platform.spaces.space_config import SpaceConfig
 
@@ -334,12 +336,42 @@ def test_supernets_of_every_averaging_rule_can_be_private(
         config = tiny_config()
         config.method.train = replace(config.method.train, privacy=privacy, min_contributors=1, rounds=2)
     else:
-        config = elastic_config(train={"privacy": privacy})
+        alone = {"distribution": DistributionConfig("random"), "shares": SharesConfig(rule="overlap")}
+        config = elastic_config(train={"privacy": privacy, **alone})
     memory = train_in_memory(config)
     rows = [row for r in memory.records for table, row in r.rows if table == "rounds" and row["stage"] == "supernet"]
     assert all(row["epsilon"] > 0 for row in rows)
     last = [r.state for r in memory.records if r.state is not None and "supernet" in r.state.groups][-1]
     assert all(bool(torch.isfinite(t).all()) for t in last.weights("supernet").values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "method.train.distribution.heuristic=tracking_sandwich: what a client trains, or weighs, depends on who"),
+        ({"distribution": DistributionConfig("random")}, "method.train.shares.rule=maxnet: what a client trains"),
+    ],
+)
+def test_noise_needs_clients_whose_work_depends_on_nobody_else(
+    elastic_config: Make, changes: dict[str, Any], said: str
+) -> None:
+    train = {"weighting": "plain", "privacy": PrivacyConfig(clip=1.0, noise=0.5), **changes}
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        build_stages(build_world(elastic_config(train=train)))
+
+
+def test_stages_that_have_no_common_epsilon_are_refused_and_open_ones_before_private_ones_are_said(
+    tiny_config: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    privacy = PrivacyConfig(clip=1.0, noise=0.5)
+    config = tiny_config()
+    private = {"privacy": privacy, "weighting": "plain"}
+    config.method.finetune = replace(config.method.finetune, **private)
+    build_stages(build_world(config))
+    assert "fine_tuned/tier1: epsilon is that of the private stages alone; supernet, before it, trained" in caplog.text
+    config.method.train = replace(config.method.train, **private, min_contributors=1, selection="poisson")
+    with pytest.raises(ValueError, match="stages that sample by uniform and by poisson have no common epsilon"):
+        build_stages(build_world(config))
 
 
 def test_a_search_that_removes_operators_can_be_private_and_resumed(

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.averaging.secure import PRIME, SecureRound, needed_of, restored_secret, secret_shares
-from fedloom.platform.federation.config import DevicesConfig, RunConfig
+from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.processing import check_privacy
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.spaces.slices import Region, Slice, part_of
 
 Make = Callable[..., RunConfig]
@@ -250,3 +252,18 @@ def test_what_masks_do_not_hide_is_refused(train: dict[str, Any], said: str) -> 
     config = TrainingConfig(**train, privacy=PrivacyConfig(secure=True))
     with pytest.raises(ValueError, match=said):
         check_privacy(config, rules_of(config, "method.train"))
+
+
+def test_secure_sums_of_one_client_and_aggregators_of_none(
+    tiny_config: Callable[..., RunConfig],
+) -> None:
+    config = tiny_config(tiers=TiersConfig(count=2, clients=[0] * 7 + [1], paths=2000))
+    secure = replace(config.method.finetune, privacy=PrivacyConfig(secure=True))  # type: ignore[union-attr]
+    one = replace(config, method=replace(config.method, finetune=secure))  # type: ignore[type-var]
+    with pytest.raises(
+        ValueError, match=r"secure=true: 1 client takes part in a round of fine_tuned/tier2, and the sum"
+    ):
+        build_stages(build_world(one))
+    median = replace(config.method.finetune, aggregator="median")  # type: ignore[union-attr]
+    nobody = replace(config, tiers=TiersConfig(count=2, shares=[1, 0], paths=2000))
+    build_stages(build_world(replace(nobody, method=replace(config.method, finetune=median))))  # type: ignore[type-var]

@@ -14,7 +14,7 @@ from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import Plan, RoundResult, RunState
-from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.config import DevicesConfig, RunConfig
 from fedloom.platform.federation.loop import merge_chunks
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.evaluation import EvaluationConfig
@@ -349,3 +349,18 @@ def test_the_papers_settings_are_the_defaults() -> None:
     assert {name: getattr(config, name) for name in expected} == expected
     assert dataclasses.asdict(config.shares) == {"rule": "maxnet", "beta_0": 0.9, "decay": "cosine", "decay_share": 0.8}
     assert config.distribution.heuristic == "tracking_sandwich"
+
+
+def test_a_round_whose_only_weighted_client_is_lost_trains_nothing_and_the_run_goes_on(
+    elastic_config: Callable[..., RunConfig], train_in_memory: Any
+) -> None:
+    shares = SharesConfig(beta_0=1.0, decay="constant")  # all of the weight is the largest subnet's
+    train = {"rounds": 8, "evaluate_every": 0, "shares": shares}
+    config = elastic_config(train=train, devices=DevicesConfig(dropout=0.5))
+    memory = train_in_memory(config)
+    clients, space = memory.table("clients"), build_world(config).space
+    assert isinstance(space, ElasticSpace)
+    largest = architecture_id(space.largest)
+    came = clients[clients["status"] == "ok"].groupby("round")["architecture"].agg(list)
+    assert len(memory.table("rounds")) == 8
+    assert any(largest not in architectures for architectures in came)
