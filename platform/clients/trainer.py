@@ -109,7 +109,11 @@ class Train:
 
     def outcome(self, trained: TrainedNetwork, samples: int) -> ClientResult:
         """The result of a trained network, before its update is processed."""
-        return trained_outcome(trained, samples, update_of(trained, samples, self.weighting, self.share))
+        result = trained_outcome(trained, samples, update_of(trained, samples, self.weighting, self.share))
+        received = len(local_rule(self.local.rule).shared) * FLOAT_BYTES * trained.num_parameters
+        if received:  # of tensors that no step reached, the rule sends nothing
+            result = replace(result, bytes_down=result.bytes_down - bytes_of(trained.client.sent) + received)
+        return result
 
     def account(self, worker: Worker, assignment: Assignment) -> ClientResult:
         """The costs of `run`, counted without training."""

@@ -206,6 +206,16 @@ def test_a_dry_run_without_anything_to_count_is_refused(
     assert not (tmp_path / "dry" / "runs").exists()
 
 
+def test_a_control_variate_is_received_whole_whatever_comes_back(tiny_config: Make, tmp_path: Path) -> None:
+    config = tiny_config()
+    train = replace(config.method.train, local_rule="scaffold", momentum=0.0, rounds=1, epochs=1, evaluate_every=0)
+    config = replace(config, method=replace(config.method, train=train))
+    real, dry = run(config, tmp_path / "real"), run(replace(config, dry_run=True), tmp_path / "dry")
+    rows = [frame["clients"].query("stage == 'supernet'") for frame in (real, dry)]
+    assert rows[0]["bytes_down"].tolist() == rows[1]["bytes_down"].tolist()
+    assert (rows[0]["bytes_up"] < rows[0]["bytes_down"]).any(), "of operators that no step has reached"
+
+
 def test_what_a_dry_run_does_not_know_is_said(
     tiny_config: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
