@@ -80,7 +80,7 @@ def _without_fused_layers() -> Iterator[None]:
     """Without torch's operators for whole layers: the fast path of encoders and attention, and oneDNN's LSTM."""
     before = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
-    torch.backends.mkldnn.enabled = False
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         yield
     finally:
