@@ -36,10 +36,10 @@ def test_the_second_axis_has_lines_and_the_third_panels(study: Study) -> None:
     assert left.get_ylim() == right.get_ylim()
     lines = [line for line in right.lines if len(line.get_xdata()) == 2]
     # Of five subnets of 70, 74, ... %, less 4 at beta_0 .5, and 3 and 1 for a constant and a linear decay.
-    assert [line.get_ydata() for line in lines] == [pytest.approx([v, v - 4]) for v in (75.0, 77.0, 78.0)]
+    assert [line.get_ydata() for line in lines] == [pytest.approx([v - 4, v]) for v in (75.0, 77.0, 78.0)]
     first, second, third = (line.get_xdata() for line in lines)
-    assert second == pytest.approx([0.9, 0.5])
-    assert [first[1], third[1]] == pytest.approx([0.5 - 0.009 * 0.4, 0.5 + 0.009 * 0.4]), "their bars are side by side"
+    assert second == pytest.approx([0.5, 0.9]), "from left to right"
+    assert [first[0], third[0]] == pytest.approx([0.5 - 0.009 * 0.4, 0.5 + 0.009 * 0.4]), "their bars are side by side"
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["constant", "linear", "cosine"]
 
