@@ -12,6 +12,7 @@ import pandas as pd
 
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import RunPaths, find_runs, list_runs, runs_called, start_of
+from fedloom.platform.results.store import is_remote
 from fedloom.platform.results.tables import TABLES, read_runs
 
 ALL_TABLES = tuple(TABLES)
@@ -100,7 +101,7 @@ def paths_of(
 
 def fetch_trained(results: str | Path, paths: Sequence[RunPaths]) -> None:
     """Downloads the runs that trained the supernets from which these runs, of results at a URL, started."""
-    if trained := sorted({*_trained_by(read_runs(paths, "runs")).values()}):
+    if is_remote(results) and (trained := sorted({*_trained_by(read_runs(paths, "runs")).values()})):
         fetch(results, trained, tensors=False)
 
 
@@ -290,9 +291,7 @@ def with_training(tables: Tables) -> Tables:
     run that reused it, so that curves start where the training started and costs are those of a run that shares no
     supernet. If the run that trained the supernet was deleted, no rows are added (see `untrained`).
     """
-    stages = tables.rounds["stage"].astype(object)
-    trained_here = set(tables.rounds.loc[stages == TRAINING, "run_id"])
-    sources = {run: source for run, source in _trained_by(tables.runs).items() if run not in trained_here}
+    sources = untrained(tables)
     if not sources:
         return tables
     by_id = {p.run_id: [p] for p in tables.paths}

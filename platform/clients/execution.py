@@ -116,10 +116,12 @@ def make_chunks(
     stack: int = 1,
     keeps_updates: bool = False,
 ) -> list[Chunk]:
-    """Splits the plan into chunks of at most `size` (at least `stack`) assignments, each of one tier."""
+    """Splits the plan into chunks of at most `size` (at least `stack`) assignments of one tier that read one group."""
     chunks: list[list[Assignment]] = []
     for assignment in assignments:
-        if not chunks or len(chunks[-1]) >= max(size, stack) or chunks[-1][0].tier != assignment.tier:
+        last = chunks[-1] if chunks else []
+        alike = bool(last) and (last[0].tier, last[0].reads) == (assignment.tier, assignment.reads)
+        if not alike or len(last) >= max(size, stack):
             chunks.append([])
         chunks[-1].append(assignment)
     return [Chunk(chunk[0].tier, tuple(chunk), attempts_per_client, stack, keeps_updates) for chunk in chunks]

@@ -15,7 +15,7 @@ from fedloom.platform.averaging.aggregators import KeptUpdates, Sums
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Evaluation
 from fedloom.platform.clients.device import DeviceLostError
-from fedloom.platform.clients.execution import ChunkResult, Executor, SharedWeights, make_chunks
+from fedloom.platform.clients.execution import Chunk, ChunkResult, Executor, SharedWeights, make_chunks
 from fedloom.platform.federation.algorithm import (
     CLIENT,
     Plan,
@@ -296,16 +296,8 @@ class Loop:
         try:
             if plan.answers is not None and plan.answers.counted is not None:
                 return self._answered(replace(plan, assignments=assignments), state, attempts, plan.answers.counted)
-            # The server's scores may read other weights than clients do.
-            groups = {a.tier: a.reads for a in assignments if a.client_id is None and a.reads is not None}
-            versions = {tier: state.version(group) for tier, group in groups.items()}
-            older = {versions[tier]: state.weights(group) for tier, group in groups.items()}
-            chunks = [
-                replace(chunk, version=versions.get(chunk.tier))
-                for chunk in make_chunks(assignments, size, attempts, plan.stack, plan.keeps_updates)
-            ]
-            weights = SharedWeights(state.weights(plan.group), state.version(plan.group), older)
-            results = self.executor.run(chunks, weights)
+            chunks = make_chunks(assignments, size, attempts, plan.stack, plan.keeps_updates)
+            results = self.executor.run(*_reading(chunks, plan, state))
             self.recorder.start()
             together = self.execution.sum_chunks or 1
             return merge_chunks(results, self.status.beat, keeps_updates=plan.keeps_updates, together=together)
@@ -329,15 +321,8 @@ class Loop:
         ahead = [a for a in _with_states(plan.answers.ahead, state) if _work(a) not in self._ahead]
         lanes = self.executor.lanes
         more = ahead[: max(0, AHEAD_PER_LANE * lanes - len(todo))] if todo and lanes > 1 else []
-        versions = {a.reads: state.version(a.reads) for a in (*todo, *more) if a.reads is not None}
-        chunks = [
-            replace(chunk, version=versions.get(a.reads or ""))
-            for a in (*todo, *more)
-            for chunk in make_chunks([a], 1, attempts, keeps_updates=True)
-        ]
-        older = {version: state.weights(group) for group, version in versions.items()}
-        weights = SharedWeights(state.weights(plan.group), state.version(plan.group), older)
-        results = iter(self.executor.run(chunks, weights))
+        chunks = [chunk for a in (*todo, *more) for chunk in make_chunks([a], 1, attempts, keeps_updates=True)]
+        results = iter(self.executor.run(*_reading(chunks, plan, state)))
         self.recorder.start()
         sums: Sums = KeptUpdates() if plan.keeps_updates else WeightedSums()
         client_results = list[ClientResult]()
@@ -428,6 +413,15 @@ def _with_states(assignments: Sequence[Assignment], state: RunState) -> Sequence
         replace(a, state=state.client_state(a.client_id)) if a.client_id is not None and a.state is None else a
         for a in assignments
     ]
+
+
+def _reading(chunks: Sequence[Chunk], plan: Plan, state: RunState) -> tuple[list[Chunk], SharedWeights]:
+    """The chunks with the versions of the weights that they read, where these are not the plan's; and all weights."""
+    groups = {chunk.assignments[0].reads for chunk in chunks}
+    versions = {group: state.version(group) for group in groups if group is not None}
+    older = {version: state.weights(group) for group, version in versions.items()}
+    read = [replace(chunk, version=versions.get(chunk.assignments[0].reads or "")) for chunk in chunks]
+    return read, SharedWeights(state.weights(plan.group), state.version(plan.group), older)
 
 
 def _work(assignment: Assignment) -> tuple[str, int, int | None]:

@@ -262,7 +262,6 @@ class SelectionTraits:
 
     Attributes:
         needs_history: whether it uses the server's history, which is kept only for such rules.
-        needs_losses: whether it may choose by clients' losses, which a dry run does not have.
         needs_loss_norm: whether clients report the root mean square of their samples' losses.
         sampling: how it samples, if every client's probability is known, as differential privacy requires; else None.
         shortens_updates: whether it lets clients send only a part of their changes (`Cohort.sends`).
@@ -270,14 +269,13 @@ class SelectionTraits:
     """
 
     needs_history: bool = True
-    needs_losses: bool = True
     needs_loss_norm: bool = False
     sampling: Sampling | None = None
     shortens_updates: bool = False
     same_round: bool = False
 
 
-@declares(SelectionTraits(needs_history=False, needs_losses=False, sampling="uniform"))
+@declares(SelectionTraits(needs_history=False, sampling="uniform"))
 def uniform(choice: Choice) -> Cohort:
     """Selects clients uniformly at random (McMahan et al. 2017)."""
     client_ids = choice.draw(choice.size)
@@ -287,7 +285,7 @@ def uniform(choice: Choice) -> Cohort:
     return Cohort(client_ids, min(choice.size, population) / population if population else 0.0, "uniform")
 
 
-@declares(SelectionTraits(needs_history=False, needs_losses=False, sampling="all"))
+@declares(SelectionTraits(needs_history=False, sampling="all"))
 def all_available(choice: Choice) -> Cohort:
     """Selects all eligible clients that are available."""
     if choice.always:
@@ -297,7 +295,7 @@ def all_available(choice: Choice) -> Cohort:
     )
 
 
-@declares(SelectionTraits(needs_history=False, needs_losses=False, sampling="poisson"))
+@declares(SelectionTraits(needs_history=False, sampling="poisson"))
 def poisson(choice: Choice) -> Cohort:
     """Selects every client independently with probability `size` / clients, as differential privacy's analysis assumes.
 

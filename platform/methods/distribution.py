@@ -169,6 +169,8 @@ HEURISTICS: Registry[Heuristic] = Registry(
     ("distribution",),
 )
 NEED_A_FAMILY = ("static", "dynamic")
+INDEPENDENT = ("random", *NEED_A_FAMILY)
+"""Heuristics by which a client's subnet does not depend on who else takes part."""
 SANDWICHES = ("sandwich", "tracking_sandwich", "pareto_path")
 
 

@@ -36,7 +36,7 @@ def power_of_choice(
     return Cohort(tuple(sorted(taken)), reason="power of choice", reasons=reasons)
 
 
-@declares(SelectionTraits(needs_history=False, needs_losses=False))
+@declares(SelectionTraits(needs_history=False))
 def round_robin(choice: Choice) -> Cohort:
     """All clients in turn: each round continues where the last one ended; unavailable clients are passed over."""
     population, next_id = len(choice.eligible), int(choice.memory.get("next", 0))
@@ -54,7 +54,7 @@ def round_robin(choice: Choice) -> Cohort:
     return Cohort(tuple(sorted(taken)), reason="round robin", memory={"next": next_id})
 
 
-@declares(SelectionTraits(needs_history=False, needs_losses=False, same_round=True))
+@declares(SelectionTraits(needs_history=False, same_round=True))
 def tier_quota(
     choice: Choice,
     *,

@@ -49,6 +49,7 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.distribution import (
     FEWEST_FOR_SANDWICH,
     HEURISTICS,
+    INDEPENDENT,
     NEED_A_FAMILY,
     SANDWICHES,
     Distribution,
@@ -189,14 +190,13 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
         )
     if hands_out and name in NEED_A_FAMILY and family < 1:
         raise ValueError(f"{key}.distribution.heuristic={name} hands out a fixed family: give method.family")
-    if config.privacy.noise and hands_out:
-        chosen, sound = f"distribution.heuristic={name}", "random, static or dynamic"
-        if name in ("random", "static", "dynamic"):
-            chosen, sound = f"shares.rule={config.shares.rule}", "overlap"
-        if config.shares.rule != "overlap" or name not in ("random", "static", "dynamic"):
+    choices = {"distribution.heuristic": (name, INDEPENDENT), "shares.rule": (config.shares.rule, ("overlap",))}
+    for option, (chosen, sound) in choices.items() if config.privacy.noise and hands_out else ():
+        if chosen not in sound:
             raise ValueError(
-                f"{key}.{chosen}: what a client trains, or weighs, depends on who else takes part, so that a client's "
-                f"influence is larger than its own update and {key}.privacy.noise would promise too much; use {sound}"
+                f"{key}.{option}={chosen}: what a client trains, or weighs, depends on who else takes part, so that a "
+                f"client's influence is larger than its own update and {key}.privacy.noise would promise too much; use "
+                f"{' or '.join(sound)}"
             )
 
 

@@ -95,7 +95,7 @@ def dry_stages(stages: Sequence[Stage]) -> list[Stage]:
                 f"dry_run=true: {key}.privacy.secure=true masks weights, and there are none: leave one out"
             )
     for rule in dict.fromkeys(stage.stage.rules.selection.name for stage in dry):
-        if selection_traits(rule).needs_losses:
+        if selection_traits(rule).needs_history:
             logger.warning(
                 "dry_run=true: selection=%s may choose by clients' losses, which are not known without training: other "
                 "clients take part than in the run",
