@@ -90,21 +90,22 @@ def watch(folder: Path, driver: Process, before: Collection[Process], pipe: int 
     """Follows the driver's new children and their descendants until the pipe closes; then ends those that are left."""
     os.nice(5)
     path = folder / f"{driver.pid}-{driver.started}.json"
-    roots, known, is_ready = set[Process](), set[Process](), False
+    roots, known, written, is_ready = set[Process](), set[Process](), set[Process](), False
     apart = {process.pid for process in (*before, this_process())}
     while True:
         if not is_ready:  # until the driver says which of its children are Ray's
             roots |= {child for child in children([driver]) if child.pid not in apart}
-        living = descendants(known | roots)
-        if living != known:
-            known = living
+        known = descendants(known | roots)
+        if known != written:
             _write(path, driver, known)
+            written = known
         if select.select([pipe], [], [], EVERY_S)[0]:
             if not (said := os.read(pipe, 1 << 16)):
                 break
             is_ready, roots = True, {Process(*child) for child in json.loads(said)}
             apart |= {root.pid for root in roots}
-            known -= descendants([child for child in children([driver]) if child.pid not in apart])  # started later
+            later = descendants([child for child in children([driver]) if child.pid not in apart])
+            known = known - later
     end_all(known | descendants(known), GRACE_S)
     with suppress(OSError):
         path.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -98,6 +98,34 @@ def test_what_a_killed_driver_or_one_that_has_ended_ray_started_is_ended_and_onl
     until(lambda: process_of(of_ray) is None)
     until(lambda: not list(tmp_path.glob("*.json")))
     assert None not in [process_of(number) for number in (before, after, *others)]
+
+
+def test_what_a_driver_started_before_the_watcher_knew_which_are_rays_is_in_no_record(tmp_path: Path) -> None:
+    sleep = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    code = f"import subprocess, sys; s = [{sleep}, {sleep}]; print(*[p.pid for p in s], flush=True); s[0].wait()"
+    arguments = [sys.executable, "-m", "fedloom.actors.watcher", str(tmp_path)]
+    started: list[Process | None] = []
+    try:
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            started += [process_of(int(number)) for number in process.stdout.readline().split()]
+            of_driver = json.dumps([process_of(process.pid), []])
+            with subprocess.Popen([*arguments, of_driver], stdin=subprocess.PIPE) as watcher:
+                until(lambda: set(recorded(tmp_path)) == set(started))
+                assert watcher.stdin is not None
+                watcher.stdin.write(json.dumps(started[:1]).encode())
+                watcher.stdin.flush()
+                until(lambda: recorded(tmp_path) == started[:1])
+            until(lambda: process.poll() is not None)
+        assert started[0] not in left(started)
+        assert started[1] in left(started)
+    finally:
+        for each in left(started):
+            os.kill(each.pid, signal.SIGKILL)
+
+
+def left(processes: Collection[Process | None]) -> list[Process]:
+    return [process for process in processes if process is not None and is_process(*process)]
 
 
 def test_what_is_left_after_the_watcher_was_killed_too_is_told_and_cleaned(
