@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedloom.platform.averaging.server import checked_values
-from fedloom.platform.clients.assignments import Assignment, TaskError, client_of, places_of
+from fedloom.platform.clients.assignments import Assignment, client_of, places_of
 from fedloom.platform.clients.training import (
     PLAIN,
     Correction,
@@ -166,14 +166,12 @@ def gradients_at(
 ) -> dict[str, Tensor]:
     """The mean gradient of all samples at the received weights, by parameter; the module is reloaded afterwards.
 
-    It is the gradient of the loss that training minimises. Raises TaskError for a network that changes with every
-    batch.
+    It is the gradient of the loss that training minimises. The network is one that is the same in every pass, which
+    `refuse_extra_passes` sees to.
     """
-    if network.architecture is None:
-        raise TaskError("the local rule needs the gradient of one network, and the client trains paths of a supernet")
     tensors = worker.load(network.module, weights, network.slices)
-    for tensor in tensors.values():
-        tensor.grad = None  # of a client that failed, or of the compiler's trial step
+    parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    found: dict[str, Tensor] = {}
     worker.set_mode(network.module, training=True)
     objective, (x, y) = worker.objective.for_client(data[1]), data
     generator = torch_stream(worker.spec.training_seed, "gradients", *places_of(assignment))
@@ -182,14 +180,14 @@ def gradients_at(
     with worker.randomness(network.module, generator):
         for x_B, y_B in batches:
             loss = minimised(objective, network.forward(x_B), y_B, network.loss)
-            (loss * (rows_of(y_B) / rows_of(y))).backward()  # type: ignore[no-untyped-call]
-    gradients = {
-        name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in tensors.items() if t.requires_grad
-    }
-    for tensor in tensors.values():
-        tensor.grad = None
+            share = loss * (rows_of(y_B) / rows_of(y))
+            # Not backward(), which would also add to what is trained beside the network, such as a router.
+            gradients = torch.autograd.grad(share, list(parameters.values()), allow_unused=True)
+            for name, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    found[name] = found[name] + gradient if name in found else gradient
     worker.load(network.module, weights, network.slices)  # the passes have changed the running statistics
-    return gradients
+    return {name: found[name] if name in found else torch.zeros_like(t) for name, t in parameters.items()}
 
 
 def place_of(slot: str, source: str) -> str:
@@ -375,6 +373,15 @@ def local_rule(choice: ComponentSpec) -> LocalRule:
     if not (isinstance(made.shared, tuple) and all(isinstance(slot, str) for slot in made.shared)):
         raise PluginError(f"{blame} has shared = {made.shared!r:.60}: give a tuple of names, such as ('control',)")
     return _Own(choice.name, made)
+
+
+def refuse_extra_passes(choice: ComponentSpec, key: str) -> None:
+    """Raises ValueError if the rule needs the gradient of one network, because clients train another in every pass."""
+    if local_rule(choice).extra_passes:
+        raise ValueError(
+            f"{key}.local_rule={choice.name} with these options needs the gradient of one network, but clients train "
+            "another one in every pass: use option=2 (of scaffold), or another rule"
+        )
 
 
 def refuse_parts(choice: ComponentSpec, key: str, senders: str, instead: str) -> None:

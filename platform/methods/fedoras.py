@@ -26,7 +26,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, places_of
-from fedloom.platform.clients.local_rules import local_rule
+from fedloom.platform.clients.local_rules import refuse_extra_passes
 from fedloom.platform.clients.networks import AVERAGED, ESTIMATED, Account, DrawingNetwork, Network, Subnet
 from fedloom.platform.clients.scoring import CALIBRATION_SAMPLES, EstimateStatistics, ScoreSubnet, ScoreSubnets
 from fedloom.platform.clients.trainer import Train
@@ -224,11 +224,7 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         subspace = sample_subspace(sizes, limit, stream(0, "check"), costs, tier.upper)
         path_sampler(config.paths, costs, subspace, tier.upper)
     rules = rules_of(config, "method.train")
-    if local_rule(rules.local).extra_passes:
-        raise ValueError(
-            f"method.train.local_rule={rules.local.name} with these options needs the gradient of one network, but "
-            "clients train another path in every batch: use option=2 (of scaffold), or another rule"
-        )
+    refuse_extra_passes(rules.local, "method.train")
 
     def client(round_: Round, client_id: int) -> Train:
         whose = () if config.communication.one_per_round else (client_id,)

@@ -17,10 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from fedloom.platform.clients.assignments import Assignment, places_of
+from fedloom.platform.clients.local_rules import refuse_extra_passes
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
 from fedloom.platform.clients.objectives import DistilledLoss
 from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.method import Method
+from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.methods.tier_models import WidthConfig, largest_of_tiers, of_widths, tier_stages
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import PART, POSITIVE
@@ -112,6 +114,7 @@ def _narrow(worker: Worker, widest: Architecture, width: Architecture, x_B: Tens
 def stages(config: FjordConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
     widest = largest_of_tiers(world)
+    refuse_extra_passes(rules_of(config.train, "method.train").local, "method.train")
 
     def network(_round: object, client_id: int) -> Ordered:
         return Ordered(widest[int(world.tier_of_client[client_id])], config.distillation, config.temperature)

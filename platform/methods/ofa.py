@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 
 from fedloom.platform.clients.assignments import places_of
+from fedloom.platform.clients.local_rules import refuse_extra_passes
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.objectives import divergence
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -197,6 +198,7 @@ def supernet_stage(world: World, config: OFATrainingConfig) -> TrainingStage:
     space = with_sorted_channels(world.space, "ofa")
     _check(config, world, space)
     rules, full = rules_of(config, "method.train"), Subnet(space.largest)
+    refuse_extra_passes(rules.local, "method.train")
 
     def task(round_: Round) -> Train:
         opened = opened_in(config, space, round_.index)

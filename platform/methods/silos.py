@@ -52,6 +52,7 @@ from fedloom.platform.federation.algorithm import (
     to_all,
 )
 from fedloom.platform.federation.method import Stage
+from fedloom.platform.federation.selection import selection_traits
 from fedloom.platform.federation.training_config import (
     EPOCHS,
     Rules,
@@ -412,7 +413,7 @@ class SiloTraining(TrainingStage):
         test: the task that scores each silo's model on its test data.
         ready: whether there is a model to score before the end; a method may not have chosen one yet.
         sends_change: whether a silo sends the change of one network and nothing else, which is what privacy and
-            processors act on.
+            processors act on, and some selection rules.
     """
 
     config: SiloTrainingConfig
@@ -423,6 +424,11 @@ class SiloTraining(TrainingStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.sends_change and selection_traits(selection := self.rules.selection.name).shortens_updates:
+            raise ValueError(
+                f"{self.rules.key}.selection={selection} says which share of its change a client sends, and the "
+                f"clients of {self.name} send more than the change of one network: choose another selection rule"
+            )
         acts = self.processing.processors and not self.world.attackers  # the registry refuses attackers
         if acts and not self.sends_change:
             raise ValueError(

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, cast
 from torch import Tensor
 
 from fedloom.platform.clients.assignments import Assignment, Task, places_of
+from fedloom.platform.clients.local_rules import refuse_extra_passes
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
 from fedloom.platform.clients.objectives import DistilledLoss
 from fedloom.platform.clients.scoring import ScoreSubnet
@@ -280,6 +281,8 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
         "shares.rule": (SHARES_RULES, config.shares.rule),
     }
     rules, clients = rules_of(config, "method.train", own_rules), answers_per_round(config, world.num_clients)
+    if not slices:
+        refuse_extra_passes(rules.local, "method.train")
     heuristic, shares_rule = rules.more["distribution.heuristic"], rules.more["shares.rule"]
 
     def distribution(index: int, client_ids: tuple[int, ...], served: Served, draw: int = 0) -> Distribution:

@@ -77,3 +77,12 @@ def test_a_run_of_fedsup(elastic_config: Make, run_in_memory: Any) -> None:
 def test_what_cannot_be_is_refused(elastic_config: Make, shrinking: ShrinkingConfig, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         build_stages(build_world(elastic_config(train={"travels": "supernet", "shrinking": shrinking})))
+
+
+def test_a_rule_that_needs_the_gradient_of_one_network_is_refused_where_every_pass_has_another(
+    elastic_config: Make,
+) -> None:
+    train = {"local_rule": "scaffold", "options": {"option": 1}}
+    build_stages(build_world(elastic_config(train=train)))  # a subnet per client
+    with pytest.raises(ValueError, match=r"needs the gradient of one network, but clients train another one in every"):
+        build_stages(build_world(elastic_config(train={"travels": "supernet", **train})))

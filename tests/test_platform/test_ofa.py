@@ -326,6 +326,10 @@ def test_the_teacher_gets_no_noise_of_private_training(ofa_config: Make, begun: 
             {"server": "fedavgm"},
             r"server=fedavgm: ofa sorts channels between rounds .* so what rules keep would",
         ),
+        (
+            {"sort_channels": False, "local_rule": "scaffold", "options": {"option": 1}},
+            r"local_rule=scaffold with these options needs the gradient of one network, but clients train another one",
+        ),
         ({"processors": ["top_k"]}, r"processors: ofa sorts channels between rounds .* what top_k has not yet sent"),
         ({"asynchronous": "fedbuff", "arrivals": 2}, r"asynchronous=fedbuff: ofa sorts channels .* from older weights"),
     ],

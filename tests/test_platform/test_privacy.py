@@ -458,6 +458,18 @@ def test_what_acts_on_one_update_is_refused_before_a_run_where_clients_send_more
         build_stages(build_world(config))
 
 
+@pytest.mark.parametrize("method", ["apfl", "ditto", "fedproto", "local_adaptation"])
+def test_shares_of_a_change_are_refused_before_a_run_where_clients_send_more(method: str, silo_config: Make) -> None:
+    config = silo_config(METHODS[method].config())
+    config.method.train = replace(config.method.train, selection="pyramidfl", use_validation=False)
+    if method == "local_adaptation":
+        build_stages(build_world(config))
+        return
+    message = f"selection=pyramidfl says which share of its change a client sends, and the clients of {method} send"
+    with pytest.raises(ValueError, match=message):
+        build_stages(build_world(config))
+
+
 def test_masks_and_noise_are_not_combined() -> None:
     both = TrainingConfig(weighting="plain", privacy=PrivacyConfig(clip=1.0, secure=True))
     with pytest.raises(ValueError, match=r"use it without method\.train\.privacy\.clip"):

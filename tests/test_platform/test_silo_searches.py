@@ -23,6 +23,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import rules_of
 from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods import fedpnas
+from fedloom.platform.methods.fedmn import FedMnConfig
 from fedloom.platform.methods.fednas import FedNasConfig
 from fedloom.platform.methods.fedpnas import FedPnasConfig, TrainSplit
 from fedloom.platform.methods.global_nas import DecideCentrally, GlobalNasConfig
@@ -127,6 +128,25 @@ def test_a_decision_of_the_server_holds_for_all_from_the_next_round_on(make_conf
     assert set(rows[rows.split == "validation"]["round"]) == set(range(3))
     assert set(rows.model) == {"global"}
     assert rows[rows.split == "test"].stage.unique().tolist() == ["evaluation"]
+
+
+@pytest.mark.parametrize("method", [SpiderConfig, GlobalNasConfig, FedNasConfig, FedMnConfig])
+def test_scaffolds_own_pass_changes_nothing_of_a_first_round_of_mixed_networks(
+    make_config: Make, run_in_memory: Run, method: Callable[..., Any]
+) -> None:
+    """All control variates are zero in the first round: what is trained beside the network takes no step more."""
+    config = make_config(method(), space=ONE_NODE)
+    train = {"rounds": 1, "batch_size": 16, "pretraining_rounds": 0, "use_validation": False}
+    own = {name: value for name, value in train.items() if hasattr(config.method.train, name)}
+    if method in (FedNasConfig, SpiderConfig):
+        config.method.search.rounds = 1
+    states = []
+    for rule, options in (("sgd", {}), ("scaffold", {"option": 1})):
+        config.method.train = replace(config.method.train, **own, local_rule=rule, options=options)
+        states.append(run_in_memory(config)[2].weights("supernet"))
+    sgd, scaffold = states
+    assert {name for name in scaffold if name not in sgd} == {name for name in scaffold if name.startswith("control/")}
+    assert [name for name, tensor in sgd.items() if not torch.equal(tensor, scaffold[name])] == []
 
 
 @pytest.mark.parametrize("name", ["global_nas", "fednas"])

@@ -371,6 +371,13 @@ def test_other_spaces_and_poor_tiers_are_refused(width_config: Make, tiny_config
         build_stages(poor)
 
 
+def test_a_rule_that_needs_the_gradient_of_one_network_is_refused_by_ordered_dropout(
+    width_config: Make, refused: Callable[[RunConfig], str]
+) -> None:
+    config = width_config(FjordConfig, train={"local_rule": "scaffold", "options": {"option": 1}})
+    assert "but clients train another one in every pass: use option=2" in refused(config)
+
+
 @pytest.mark.parametrize(
     "train",
     [
