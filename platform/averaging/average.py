@@ -204,12 +204,12 @@ class WeightedSums:
         """Adds one client's update; tensors of weight zero are skipped.
 
         Raises ValueError, before anything is added, for a weight that is missing, negative, not finite, or too small
-        or too large for a float32 sum.
+        or too large for a float32 sum. Nothing is added, either, if memory for the sums runs out.
         """
         self._check_unused()
         check_weights(update)
-        self.updates += 1
-        self.whole_weight += update.unheld
+        begun: dict[str, TensorSum] = {}
+        further = []
         for name in update.tensors:
             weight = update.weights[name]
             if weight == 0.0 and not update.masked:
@@ -218,10 +218,16 @@ class WeightedSums:
             for region, part in update.parts(name):
                 if part.dtype == MASKED and not update.masked:
                     part = part.long()  # a counter: the largest value counts
-                if source in self.tensors:
-                    self.tensors[source].add(region, part, weight, factor)
+                if (known := self.tensors.get(source) or begun.get(source)) is None:
+                    begun[source] = TensorSum.of(region, part, weight, factor)
                 else:
-                    self.tensors[source] = TensorSum.of(region, part, weight, factor)
+                    known.include(region)
+                    further.append((known, region, part, weight, factor))
+        for known, region, part, weight, factor in further:
+            known.add(region, part, weight, factor)
+        self.tensors |= begun
+        self.updates += 1
+        self.whole_weight += update.unheld
 
     @torch.no_grad()
     def merge(self, other: "WeightedSums") -> None:

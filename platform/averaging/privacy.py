@@ -151,9 +151,9 @@ def privatised(
         if noise_std > 0:
             noise = torch.randn(old[name].shape, generator=generator) * noise_std
             changed = changed + (noise / divisors.clamp(min=least)).to(changed)
+            if name.endswith("running_var"):
+                changed.clamp_(min=1e-3)  # noise may have made a variance negative
         weights[name] = torch.where(reached.to(old[name].device), changed, old[name])
-        if name.endswith("running_var"):
-            weights[name].clamp_(min=1e-3)  # noise may have made a variance negative
         weight = float(divisors.max())
         coverage[name] = {whole_region(old[name]): Coverage(weight, max(1, round(weight)), weight)}
     return Averaged(weights, coverage)

@@ -287,6 +287,8 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     deadline_s = math.inf if assignment.deadline_s is None else assignment.deadline_s
     goes_off = assignment.offline_s is not None and assignment.offline_s < min(simulated_s, deadline_s)
     ignored = goes_off or simulated_s > deadline_s
+    # Before the update is added: a client whose state cannot be kept has failed as a whole.
+    state = None if ignored or result.state is None else own_copy(result.state)
     if result.update is not None and not ignored:
         broken = first_not_finite(result.update.tensors)
         if broken is not None:
@@ -304,7 +306,7 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
         simulated_s=simulated_s,
         peak_memory_bytes=peak,
         fallback=worker.not_compiled,
-        state=None if ignored or result.state is None else own_copy(result.state),
+        state=state,
     )
     if not ignored:
         return done
@@ -316,7 +318,7 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
 
 
 def check_belongs(update: Update, shared: Weights) -> None:
-    """Raises TaskError for a tensor of a client's update that is not one of the shared tensors, or not of its shape."""
+    """Raises TaskError for a tensor of a client's update that is not like the shared tensor that it is for."""
     for name, tensor in update.tensors.items():
         piece = update.slices.get(name)
         if piece is None:
@@ -325,6 +327,11 @@ def check_belongs(update: Update, shared: Weights) -> None:
             raise TaskError(
                 f"the update's {name} is for {piece.source!r}, and the stage's initial weights have no such tensor"
                 f"{nearest(piece.source, [*shared])}"
+            )
+        if not update.masked and tensor.is_floating_point() != shared[piece.source].is_floating_point():
+            raise TaskError(
+                f"the update's {name} is of {tensor.dtype}, and {piece.source} of {shared[piece.source].dtype}: send "
+                "numbers of the same kind"
             )
         expected = tuple(piece.of(shared[piece.source]).shape)
         if tuple(tensor.shape) != expected:
@@ -359,9 +366,9 @@ def _ignored(worker: Worker, assignment: Assignment, status: str, why: str, unti
     counted = assignment.task.account(worker, assignment)
     result = replace(counted, status=status, error=why, wall_s=0.0, peak_memory_bytes=0)
     simulated_s = simulated_time_s(assignment, counted)
-    if simulated_s <= until_s:
-        return replace(result, simulated_s=simulated_s)
-    return replace(_spent(assignment, result, until_s), simulated_s=until_s)
+    works_s = until_s if assignment.offline_s is None else min(until_s, assignment.offline_s)
+    spent = result if simulated_s <= works_s else _spent(assignment, result, works_s)
+    return replace(spent, simulated_s=min(simulated_s, until_s))
 
 
 def _spent(assignment: Assignment, whole: ClientResult, until_s: float) -> ClientResult:

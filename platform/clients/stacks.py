@@ -139,7 +139,7 @@ def clients_per_stack(wanted: str, space: SearchSpace, macs: CostTable, tasks: S
     `wanted` is `off`, `auto` or a number. The result depends on the configuration alone, never on the machine or the
     number of actors, because rounding depends on it.
     """
-    subnet = None if wanted == "off" else common_subnet(tasks)
+    subnet = None if wanted == "off" or len(tasks) < 2 else common_subnet(tasks)
     if subnet is None or skeleton(space, subnet.architecture) is None:
         return 1
     if wanted != "auto":

@@ -360,6 +360,8 @@ class TrainingStage:
         )
         self.processing = Processing(world, config, self.rules, name, self.population, self.server.parameters)
         self.keeps_updates = self.rules.aggregator.name != MEAN or self.processing.needs_updates
+        if self.keeps_updates:
+            self.processing.check_acts_on_updates()
         self.asynchronous: Asynchronous | None = None
         if (config.asynchronous is not None or config.arrivals is not None) and len(self.population):
             from fedloom.platform.federation.asynchronous import Asynchronous  # only such rounds need it
@@ -458,7 +460,7 @@ class TrainingStage:
             shares = dict[int, float]()
             if self.shares is not None:
                 arriving = [a for a in assignments if client_of(a) in answers.answering]
-                values, schedules = self.shares(index, [a.task for a in arriving])
+                values, schedules = self.shares(index, [a.task for a in arriving]) if arriving else ((), {})
                 shares = {client_of(a): share for a, share in zip(arriving, values, strict=True)}
                 begun = begun._replace(schedules={**begun.schedules, **schedules})
             if self.asynchronous.rule is None:

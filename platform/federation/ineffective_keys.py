@@ -118,12 +118,12 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
                         f"{need.called}"
                     )
     if isinstance(config, RunConfig) and (config.executor.sum_chunks or 1) > 1:
-        aggregator = getattr(getattr(config.method, "train", None), "aggregator", "mean")
-        if aggregator != "mean":
-            yield (
-                f"executor.sum_chunks={config.executor.sum_chunks} has no effect with method.train.aggregator="
-                f"{shown(aggregator)}: it is for means"
-            )
+        train, given = getattr(config.method, "train", None), f"executor.sum_chunks={config.executor.sum_chunks}"
+        for name, means in (("aggregator", "mean"), ("asynchronous", None)):
+            if (chosen := getattr(train, name, means)) != means:
+                yield f"{given} has no effect with method.train.{name}={shown(chosen)}: it is for means of whole rounds"
+        if steps := getattr(getattr(config.method, "distillation", None), "steps", 0):
+            yield f"{given} has no effect with method.distillation.steps={steps}: it is for means of whole rounds"
     if isinstance(config, TiersConfig) and config.upper_bounds:
         bounds = len(config.upper_bounds)
         if config.count not in (bounds, _default(config, "count")):

@@ -320,7 +320,8 @@ class Loop:
         todo = [a for a in plan.assignments if a.client_id is None or _work(a) not in self._ahead]
         ahead = [a for a in _with_states(plan.answers.ahead, state) if _work(a) not in self._ahead]
         lanes = self.executor.lanes
-        more = ahead[: max(0, AHEAD_PER_LANE * lanes - len(todo))] if todo and lanes > 1 else []
+        most = max(0, AHEAD_PER_LANE * lanes - len(todo) - len(self._ahead))
+        more = ahead[:most] if todo and lanes > 1 else []
         chunks = [chunk for a in (*todo, *more) for chunk in make_chunks([a], 1, attempts, keeps_updates=True)]
         results = iter(self.executor.run(*_reading(chunks, plan, state)))
         self.recorder.start()
@@ -332,7 +333,8 @@ class Loop:
             self.status.beat()
             client_results += result.client_results
             for update in result.sums.kept if isinstance(result.sums, KeptUpdates) else ():
-                sums.add(counted(a, update))
+                with stage_work(a.stage, state.round):
+                    sums.add(counted(a, update))
         self._ahead |= {_work(a): result for a, result in zip(more, results, strict=True)}
         return RoundResult(sums, client_results)
 

@@ -93,6 +93,16 @@ class Processing:
         """Whether a processor needs every single update."""
         return any(each.needs_updates for each in self.processors)
 
+    def check_acts_on_updates(self) -> None:
+        """Raises ValueError for a processor that changes sums alone, where the server keeps every single update."""
+        for kind in (type(each) for each in self.processors):
+            if kind.on_sums is not Processor.on_sums and kind.on_updates is Processor.on_updates:
+                raise ValueError(
+                    f"processor {kind.__name__} changes the sums of updates (on_sums), and here the server keeps every "
+                    "update (an aggregator other than mean, distillation, or attackers who collude): give it "
+                    "on_updates, too"
+                )
+
     def begin(self, data: Mapping[str, Any]) -> None:
         """Warns of a stage without differential privacy after stages with it, given the run's JSON values."""
         if SPENT in data and self.config.privacy.clip is None and self.config.rounds:

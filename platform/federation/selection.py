@@ -604,6 +604,8 @@ class Selection:
         rule = self.rule
         if size is not None:
             size = min(size, len(self.population) - len(busy))
+            if not size:  # a rule is not asked about nobody
+                return Cohort((), memory=data.get(MEMORY, {}))
         else:
             size = len(self.population) if self.size is None else self.size
         if self.size is None and not busy and rule == ComponentSpec("uniform"):

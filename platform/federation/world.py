@@ -242,8 +242,16 @@ def configured_attack(config: RunConfig) -> Attack:
 
 
 def drawn_attackers(share: float, num_clients: int, seed: int) -> frozenset[int]:
-    """Draws the ids of the attackers: this share of the clients, rounded, and the same for every attack."""
+    """Draws the ids of the attackers: this share of the clients, rounded, and the same for every attack.
+
+    Raises ValueError for a share above 0 that is rounded to nobody.
+    """
     if not share:
         return frozenset()
-    drawn = stream(seed, "attackers").choice(num_clients, size=round(share * num_clients), replace=False)
+    if not (attackers := round(share * num_clients)):
+        raise ValueError(
+            f"attack.share={share:g} of {num_clients} clients is rounded to no attacker: give 0, or at least "
+            f"{1 / num_clients:.2g}"
+        )
+    drawn = stream(seed, "attackers").choice(num_clients, size=attackers, replace=False)
     return frozenset(drawn.tolist())

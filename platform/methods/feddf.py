@@ -325,6 +325,8 @@ def stages(config: FedDFConfig, world: World) -> list[Stage]:
         parameters=frozenset(f"{prefix_of(k)}{name}" for k, m in modules.items() for name, _ in m.named_parameters()),
     )
     training.kinds, training.distillation = kinds, config.distillation
+    if config.distillation.steps:
+        training.processing.check_acts_on_updates()
     if training.processing.needs_updates and config.distillation.steps:
         raise ValueError(
             f"attack.name={world.config.attack.name}: colluders only change averaged updates, not the networks that "

@@ -261,11 +261,6 @@ def stages(config: FedMnConfig, world: World) -> list[Stage]:
             f"method.train.pretraining_rounds={train.pretraining_rounds}: must be between 0 and method.train.rounds, "
             f"the number of all rounds ({train.rounds})"
         )
-    if train.arrivals is not None:
-        raise ValueError(
-            f"method.train.arrivals={train.arrivals}: fedmn's silos draw their modules as they begin, so that nobody "
-            "knows beforehand whose answer comes first; leave it out, and method.train.asynchronous with it"
-        )
     space, classes = summing_options(world.space, "fedmn"), world.config.space.num_classes
 
     def initial(generator: torch.Generator) -> dict[str, Tensor]:

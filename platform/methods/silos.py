@@ -429,6 +429,12 @@ class SiloTraining(TrainingStage):
                 f"{self.rules.key}.selection={selection} says which share of its change a client sends, and the "
                 f"clients of {self.name} send more than the change of one network: choose another selection rule"
             )
+        if self.asynchronous is not None and not self.sends_change:
+            raise ValueError(
+                f"{self.rules.key}.arrivals={self.config.arrivals}: what the clients of {self.name} cost is not known "
+                "before they have trained, and so neither whose answer comes first; leave it out, and "
+                f"{self.rules.key}.asynchronous with it"
+            )
         acts = self.processing.processors and not self.world.attackers  # the registry refuses attackers
         if acts and not self.sends_change:
             raise ValueError(

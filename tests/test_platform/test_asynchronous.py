@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,14 +15,18 @@ from hypothesis import given, strategies as st
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.staleness import Arrival, ArrivalRule, arrived, fedasync, fedbuff, weight_at
 from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.networks import Subnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation import loop
 from fedloom.platform.federation.algorithm import Plan, RunState, TrainingStage
 from fedloom.platform.federation.asynchronous import Asynchronous, Begun, Flight, next_events
 from fedloom.platform.federation.config import DevicesConfig, ExecutorConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.selection import Cohort
+from fedloom.platform.federation.loop import RunFailedError
+from fedloom.platform.federation.selection import Choice, Cohort
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
+from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.distribution import Distribution, distribute
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
@@ -247,6 +252,53 @@ def test_a_round_has_its_answers_although_devices_drop_out(tiny_config: Make, ru
     assert memory.table("rounds")["clients_ok"].tolist() == [2, 2, 2, 2]
     assert (rows["status"] == "dropped").sum() > 2
     assert not rows.duplicated(["round", "client_id"]).any()
+
+
+def halves(choice: Choice) -> tuple[int, ...]:
+    """A rule that divides by the number that is asked for."""
+    return tuple(int(c) for c in choice.eligible[:: max(1, len(choice.eligible) // choice.size)][: choice.size])
+
+
+def test_no_rule_is_asked_about_nobody(tiny_config: Make, run_in_memory: Any) -> None:
+    """All eight clients are at work: for a lost one there is no other."""
+    train = {"clients_per_round": 8, "arrivals": 8, "rounds": 3, "selection": f"{__name__}:halves"}
+    lossy = DevicesConfig(dropout=0.4)
+    _, memory, _ = run_in_memory(federation(tiny_config, lossy, asynchronous="fedbuff", **train))
+    answers = memory.table("rounds").query("stage == 'fedavg'").clients_ok
+    assert 0 < answers.min() < 8
+
+
+def impatient(arrival: Arrival) -> torch.Tensor:
+    if arrival.staleness >= 2:
+        raise ValueError("too old")
+    return arrival.value
+
+
+def test_a_rule_that_fails_in_a_later_round_ends_the_run_in_that_round(tiny_config: Make, run_in_memory: Any) -> None:
+    config = federation(tiny_config, asynchronous=f"{__name__}:impatient", arrivals=1, rounds=9)
+    with pytest.raises(RunFailedError, match=r"^fedavg, round \d: .*too old"):
+        run_in_memory(config)
+
+
+def test_work_ahead_is_bounded_by_the_lanes(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been executed for later rounds is kept until these come."""
+    train = {"clients_per_round": 8, "arrivals": 1, "rounds": 6}
+    world = build_world(federation(tiny_config, asynchronous="fedasync", **train))
+    monkeypatch.setattr(loop, "AHEAD_PER_LANE", 1)
+    monkeypatch.setattr(SerialExecutor, "lanes", 3)
+    executor = SerialExecutor(Worker(world.spec))
+    status = SimpleNamespace(write=lambda **_: None, beat=lambda: None)
+    recorder = SimpleNamespace(submit=lambda _: kept.append(len(ran._ahead)), start=list, wait=list)
+    kept: list[int] = []
+    execution, checkpoint = world.config.executor, world.config.checkpoint
+    ran = loop.Loop(
+        *(build_stages(world), executor, cast(Any, recorder), cast(Any, status)),
+        execution=execution,
+        checkpoint=checkpoint,
+        deadline_s=None,
+    )
+    ran.run(RunState())
+    assert 0 < max(kept) <= 3
 
 
 def test_who_replaces_a_lost_client_has_had_its_turn(tiny_config: Make, run_in_memory: Any) -> None:

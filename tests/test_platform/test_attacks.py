@@ -49,6 +49,8 @@ def test_attackers_are_a_share_of_the_clients_whatever_the_attack() -> None:
     assert drawn <= set(range(10))
     assert drawn == drawn_attackers(0.26, 10, seed=1) != drawn_attackers(0.26, 10, seed=3)
     assert drawn_attackers(0.0, 10, seed=1) == frozenset()
+    with pytest.raises(ValueError, match=r"attack.share=0.05 of 8 clients is rounded to no attacker: give 0, or at"):
+        drawn_attackers(0.05, 8, seed=1)
 
 
 def test_labels_in_reverse_order() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging.average import Update, WeightedSums, average
+from fedloom.platform.averaging.average import TensorSum, Update, WeightedSums, average
 from fedloom.platform.averaging.weighting import Work, fedavg, opa, plain
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import Region, Slice, first_not_finite, part_of
@@ -47,6 +47,23 @@ def averaged(rule: object, min_contributors: int = 1) -> dict[str, float]:
 def test_fedavg_by_hand() -> None:
     # fixed (10*1 + 30*2 + 60*5)/100; a (10*4 + 30*8 + 60*-1)/100; b (-10 - 30 + 60*7)/100
     assert averaged(fedavg) == pytest.approx({"fixed": 3.7, "a": 2.2, "b": 3.8})
+
+
+def test_an_update_for_which_memory_runs_out_is_not_added_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {"a": torch.zeros(4), "b": torch.zeros(2)}
+    sums = WeightedSums()
+    sums.add(piece(torch.tensor([2.0]), ((1, 2),), 1.0, "a"))
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(TensorSum, "of", full)
+    both = {"a": Slice("a", ((0, 4),)), "b": Slice("b")}
+    with pytest.raises(torch.OutOfMemoryError):
+        sums.add(Update({"a": torch.ones(4), "b": torch.ones(2)}, both, {"a": 1.0, "b": 1.0}))
+    assert sums.updates == 1
+    found = sums.finish(old).weights
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [0, 2, 0, 0], "b": [0, 0]}
 
 
 def test_rows_that_do_not_count_by_hand() -> None:

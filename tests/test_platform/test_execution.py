@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.average import Update, WeightedSums
 from fedloom.platform.clients import execution
-from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, TaskError
+from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, Task, TaskError
 from fedloom.platform.clients.execution import (
     Chunk,
     ChunkResult,
@@ -116,6 +116,10 @@ ELSEWHERE = {
     "another tensor": (
         Update({"v": torch.ones(2)}, {"v": Slice("v")}, {"v": 1.0}),
         "the update's v is for 'v', and the stage's initial weights have no such tensor",
+    ),
+    "another kind of number": (
+        Update({"w": torch.ones(2, dtype=torch.int64)}, {"w": Slice("w")}, {"w": 1.0}),
+        "the update's w is of torch.int64, and w of torch.float32: send numbers of the same kind",
     ),
     "no slice": (
         Update({"w": torch.ones(2)}, {}, {"w": 1.0}),
@@ -306,6 +310,26 @@ def test_who_goes_off_line_is_dropped_with_what_it_has_spent(
     check_row("clients", report.row("train", 3))
 
 
+@pytest.mark.parametrize(
+    ("offline_s", "until_s", "spent", "simulated_s"),
+    [
+        (4.5, math.inf, (30, 50.0, 0), 11.0),
+        (4.5, 10.0, (30, 50.0, 0), 10.0),
+        (10.0, 4.5, (30, 50.0, 0), 4.5),
+        (None, math.inf, (30, 200.0, 10), 11.0),
+    ],
+)
+def test_who_is_ignored_has_spent_what_it_did_until_it_was_told_or_went_off_line(
+    offline_s: float | None, until_s: float, spent: tuple[int, float, int], simulated_s: float
+) -> None:
+    task = SimpleNamespace(run=explode, account=lambda *_: good())
+    ignored = ("over_selected", "others were first", until_s)
+    assignment = Assignment("train", 3, 7, "tier2", cast(Task, task), PHONE, offline_s=offline_s, ignored=ignored)
+    report = run_assignment(fake_worker(), assignment, SHARED, WeightedSums())
+    assert (report.status, report.bytes_down, report.macs, report.bytes_up) == ("over_selected", *spent)
+    assert report.simulated_s == simulated_s
+
+
 @pytest.mark.parametrize(("offline_s", "status"), [(11.0, "ok"), (10.95, "timed_out")])
 def test_who_goes_off_line_after_its_work_or_the_deadline_is_not_dropped(offline_s: float, status: str) -> None:
     deadline_s = None if status == "ok" else 10.9
@@ -397,6 +421,13 @@ def test_a_failed_attempt_leaves_the_clients_state_as_it_was() -> None:
     report = run_assignment(fake_worker(), assignment, SHARED, WeightedSums(), attempts=2)
     assert report.state is not None
     assert (report.state["rounds"].item(), state["rounds"].item()) == (5, 4)
+
+
+def test_a_client_whose_state_cannot_be_kept_has_not_contributed() -> None:
+    sums, broken = WeightedSums(), replace(good(), state=cast(Weights, {"counter": 1.0}))
+    for behaviours, status, updates in (([lambda: broken], "failed", 0), ([lambda: broken, good], "ok", 1)):
+        report = run_assignment(fake_worker(), planned(*behaviours), SHARED, sums, attempts=2)
+        assert (report.status, sums.updates) == (status, updates)
 
 
 def test_a_clients_state_is_its_own_copy() -> None:

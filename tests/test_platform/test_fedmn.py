@@ -344,7 +344,7 @@ def test_what_cannot_run_is_refused(
 
 def test_first_answers_are_refused_before_pretraining(fedmn_config: Make, refused: Refused) -> None:
     assert refused(fedmn_config(arrivals=2)) == (
-        "method.train.arrivals=2: fedmn's silos draw their modules as they begin, so that nobody knows beforehand "
+        "method.train.arrivals=2: what the clients of fedmn cost is not known before they have trained, and so neither "
         "whose answer comes first; leave it out, and method.train.asynchronous with it"
     )
 

@@ -69,6 +69,13 @@ CHOICE = ["method.train.selection=power_of_choice"]
                 "has no state"
             ],
         ),
+        (
+            ["executor.sum_chunks=4", "method.train.asynchronous=fedbuff", "method.train.arrivals=2"],
+            [
+                "executor.sum_chunks=4 has no effect with method.train.asynchronous=fedbuff: it is for means of whole "
+                "rounds"
+            ],
+        ),
         ([*CHOICE, "method.train.options.candidates=11"], []),
         (
             [*CHOICE, "method.train.options.candidates=10"],

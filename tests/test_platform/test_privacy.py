@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -143,6 +144,19 @@ def test_noise_is_in_every_expected_scalar_and_larger_where_fewer_are_expected()
     found = privatised(sums.finish(old), old, expected, 2.0, 0.5, torch.Generator().manual_seed(0)).weights["w"]
     assert found.std(dim=1).tolist() == pytest.approx([2 / 4, 2 / 1, 0.0], rel=0.03)
     assert found.mean(dim=1).tolist() == pytest.approx([1 / 4, 0.0, 0.0], abs=0.05)
+
+
+def test_variances_stay_positive_under_noise_and_are_else_what_clients_have_measured() -> None:
+    name, expected = "n.running_var", {"n.running_var": torch.tensor([2.0, 2.0, 0.1])}
+    old = {name: torch.tensor([1e-4, 1e-4, 2e-4])}
+    sums = WeightedSums()
+    sums.add(Update({name: torch.tensor([3e-4, 5e-4, 9e-4])}, {name: Slice(name)}, {name: 2.0}))
+    for noise, close in ((0.0, True), (9.0, False)):
+        averaged = deepcopy(sums).finish(old)
+        found = privatised(averaged, old, expected, noise, 0.5, torch.Generator().manual_seed(3)).weights[name]
+        assert found[2] == old[name][2], "few are expected to have it"
+        assert (found[:2].tolist() == pytest.approx([3e-4, 5e-4])) is close
+        assert close or bool((found[:2] >= 1e-3).all())
 
 
 def test_expected_weights_are_means_over_simulated_cohorts() -> None:
@@ -455,6 +469,14 @@ def test_what_acts_on_one_update_is_refused_before_a_run_where_clients_send_more
     if method != "local_adaptation":
         message = f"^privacy and processors: the clients of {method} send more than the change of one network"
     with pytest.raises(ValueError, match=message):
+        build_stages(build_world(config))
+
+
+@pytest.mark.parametrize("method", ["apfl", "ditto", "spider"])
+def test_first_answers_are_refused_before_a_run_where_nobody_knows_them(method: str, silo_config: Make) -> None:
+    config = silo_config(METHODS[method].config(), space=SpaceConfig("darts_s2_small", channels=4))
+    config.method.train = replace(config.method.train, arrivals=2)
+    with pytest.raises(ValueError, match=rf"arrivals=2: what the clients of {method} cost is not known before they"):
         build_stages(build_world(config))
 
 

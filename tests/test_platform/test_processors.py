@@ -107,6 +107,27 @@ def test_a_chain_is_undone_in_reverse(tiny_config: Any) -> None:
     assert averaged.weights["w"].tolist() == pytest.approx([1.0, -4.0, 0.3, 2.0])
 
 
+@dataclass(frozen=True)
+class OnSums(Processor):
+    """Changes the sums on the server."""
+
+    def on_sums(self, sums: WeightedSums, context: ServerContext) -> WeightedSums:
+        return sums
+
+
+def test_what_changes_sums_alone_is_refused_where_every_update_is_kept(tiny_config: Any) -> None:
+    for aggregator in ("mean", "median"):
+        train = TrainingConfig(clients_per_round=4, processors=[f"{__name__}:OnSums"], aggregator=aggregator)
+        world = build_world(tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train)))
+        if aggregator == "mean":
+            build_stages(world)
+        else:
+            with pytest.raises(
+                ValueError, match=r"OnSums changes the sums of updates \(on_sums\), and here the server"
+            ):
+                build_stages(world)
+
+
 def clients_of(run_in_memory: Any, config: Any) -> list[dict[str, Any]]:
     _, memory, _ = run_in_memory(config)
     rows = [row for r in memory.records for table, row in r.rows if table == "clients"]

@@ -18,7 +18,7 @@ from fedloom.platform.clients.local_rules import LinearCorrection, LocalClient
 from fedloom.platform.clients.networks import Network, Subnet
 from fedloom.platform.clients.stacks import layers_stack, stacked_correction
 from fedloom.platform.clients.trainer import Train
-from fedloom.platform.clients.training import Samples
+from fedloom.platform.clients.training import LocalSGD, Samples
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.data.artefact import IntArray
 from fedloom.platform.data.config import DataConfig
@@ -363,3 +363,13 @@ def test_only_known_layers_are_stacked() -> None:
     assert layers_stack(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(2, 2)))
     assert not layers_stack(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
     assert not layers_stack(nn.LSTM(2, 2))
+
+
+def test_one_client_alone_makes_no_skeleton_of_its_network(elastic_config: Make) -> None:
+    """They are kept as long as the space is: one per architecture that was ever stacked."""
+    world = build_world(elastic_config())
+    tasks = [Train(Subnet(world.space.largest), LocalSGD(epochs=1, batch_size=4, lr=0.1))]
+    kept = {*vars(world.space)["_computed"]}
+    assert stacks.clients_per_stack("auto", world.space, world.macs_table, tasks, 4) == 1
+    assert {*vars(world.space)["_computed"]} == kept
+    assert stacks.clients_per_stack("auto", world.space, world.macs_table, tasks * 4, 4) == 2
