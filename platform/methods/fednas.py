@@ -2,6 +2,9 @@
 
 during the search: every silo trains weights and architecture parameters (MiLeNAS), both are averaged
 after the search:  every edge keeps the operator with the largest parameter, and FedAvg continues to train them
+
+The authors' code derives cells as DARTS does, without `none` and with two edges into every node; here `none` may win,
+and all edges are kept.
 """
 
 from dataclasses import dataclass, field, replace

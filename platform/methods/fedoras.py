@@ -209,8 +209,11 @@ class PathsNetwork(DrawingNetwork):
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
-def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
-    """Stage 1: each selected client gets a random subspace and its tier's budget."""
+def supernet_stage(world: World, config: SupernetConfig, statistics: str) -> TrainingStage:
+    """Stage 1: each selected client gets a random subspace and its tier's budget.
+
+    Its random paths are scored with these `statistics`, as the search scores them.
+    """
     with_subspaces(world.space, "fedoras")
     sizes, limit = communication_limit(world.space, config.communication.unit, config.communication.value)
     sizes_by_tier = [world.tasks.table(sizes, tier) for tier in range(len(world.tiers))]
@@ -242,7 +245,9 @@ def supernet_stage(world: World, config: SupernetConfig) -> TrainingStage:
         paths = [world.space.sample(rng) for _ in range(config.evaluate_paths)]
         # The same paths for every task, so that the tasks' accuracies can be compared.
         of_tasks = [tuple((*path[:-1], task) for path in paths) for task in range(len(world.tasks.names))]
-        return [ScoreSubnets(each, state.version(SUPERNET)) for each in of_tasks or [tuple(paths)]]
+        return [
+            ScoreSubnets(each, state.version(SUPERNET), statistics=statistics) for each in of_tasks or [tuple(paths)]
+        ]
 
     return TrainingStage(
         *(world, config, rules),
@@ -364,7 +369,7 @@ def stages(config: FedorASConfig, world: World) -> list[Stage]:
         published = ", ".join(f"{value} on {data_set}" for data_set, value in PUBLISHED_RATIOS.items())
         logger.warning("epochs per operator, supernet to rand-init: %.2f; the paper's: %s", ratio, published)
     tiers = range(len(world.tiers))
-    sequence: list[Stage] = [supernet_stage(world, config.train)]
+    sequence: list[Stage] = [supernet_stage(world, config.train, config.search.statistics)]
     sequence += [TierSearchStage(world, config.search, goal) for goal in tier_goals(world, config.search)]
     if config.search.scoring == "federated" and config.search.validation_share < 1:
         logger.warning(

@@ -313,7 +313,7 @@ def _scores(results: Iterable[ClientResult]) -> Scores:
 
 
 def _pooled(scores: Sequence[tuple[float, float, int]]) -> tuple[float, float, int]:
-    """The means of losses and metrics, weighted by samples; NaN without samples."""
+    """The means of losses and metrics, weighted by samples (sequences, of a text); NaN without samples."""
     total = sum(samples for _, _, samples in scores)
     if total == 0:
         return (math.nan, math.nan, 0)
