@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fedloom.experiments.ablation.config import AblationConfig
+from fedloom.experiments.ablation.config import AblationConfig, SchedulerConfig, SearchConfig
 from fedloom.experiments.ablation.plan import plan_ablation
 from fedloom.experiments.arguments import COMMANDS, build_parser, parse
 from fedloom.experiments.catalogue import known_code, known_keys
@@ -259,7 +259,8 @@ def all_keys() -> set[str]:
     configs.append((find_method("head_first:METHOD").config(), "method."))
     keys = {setting.key for config, prefix in configs for setting in settings_of(config, prefix)}
     keys |= {f"ablation.{f.name}" for f in fields(AblationConfig)}
-    keys |= {f"ablation.{name}" for name in ("search.kind", "search.samples", "scheduler.kind")}
+    nested = {"search": SearchConfig, "scheduler": SchedulerConfig}
+    keys |= {f"ablation.{part}.{f.name}" for part, config in nested.items() for f in fields(config)}
     return keys | {key.rpartition(".")[0] for key in keys}
 
 

@@ -9,6 +9,7 @@ from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from typing import Any
 
+from fedloom.experiments.runs import presets
 from fedloom.platform.plugins import nearest
 from fedloom.platform.words import shown
 
@@ -81,7 +82,8 @@ def read(text: str) -> Override:
     key, equals, value = text.partition("=")
     key = key.lstrip("+")
     if not equals or not key or key.startswith("~"):
-        raise ValueError(f"{shown(text, repr)} is not of the form key=value")
+        named = f"; did you mean experiment={text}?" if text in presets.experiments() else ""
+        raise ValueError(f"{shown(text, repr)} is not of the form key=value{named}")
     if key in GROUPS:
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         return Override(text, key, value[1:-1] if quoted else value)

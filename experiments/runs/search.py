@@ -94,7 +94,7 @@ def _check_method(config: RunConfig, run_id: str) -> TargetSearchConfig:
     method = config.method
     search = getattr(method, "search", None)
     if not method_of(method).searchable(method) or not isinstance(search, TargetSearchConfig):
-        raise ValueError(f"run {run_id} trained no elastic supernet: choose a run of method superfednas")
+        raise ValueError(f"run {run_id} trained no elastic supernet: choose a run of method superfednas or ofa")
     return search
 
 

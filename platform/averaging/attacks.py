@@ -96,7 +96,7 @@ class LabelFlip(Attack):
 class SignFlip(Attack):
     """Sends the negated change, or a multiple of it."""
 
-    scale: Annotated[float, POSITIVE, "sign_flip: the factor that scales the negated change"] = 1.0
+    scale: Annotated[float, POSITIVE, "the factor that scales the negated change"] = 1.0
 
     def change(self, change: Tensor, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         return -self.scale * change

@@ -301,7 +301,9 @@ class RunConfig:
     results: Annotated[
         str, PATH, "a folder, or the URL of one on a filesystem that pyarrow reads: s3://bucket/path, gs://bucket/path"
     ] = "results"
-    dry_run: Annotated[bool, "train nothing: plan all rounds of the training stages and count their costs"] = False
+    dry_run: Annotated[
+        bool, "train nothing: count the costs of the stages that start from fresh weights, round by round"
+    ] = False
     reuse_supernet: Annotated[
         bool,
         "start from the trained supernet of an earlier run in the same results folder with the same training "

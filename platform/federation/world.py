@@ -178,7 +178,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
     samples = tried_samples(dataset)
     if space.input_shape != dataset.input_shape or space_config.num_classes != dataset.num_classes:
         shape = list(dataset.input_shape) if isinstance(dataset.input_shape, tuple) else dataset.input_shape
-        advice = f"set space.input_shape={shape} and space.num_classes={dataset.num_classes}"
+        advice = f"set space.input_shape={str(shape).replace(' ', '')} and space.num_classes={dataset.num_classes}"
         if not isinstance(shape, list) or len(shape) != len(space.input_shape):
             advice = f"give samples of as many dimensions as {space.input_shape}"
         raise ValueError(

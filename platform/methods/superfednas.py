@@ -197,7 +197,7 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
             raise ValueError(
                 f"{key}.{option}={chosen}: what a client trains, or weighs, depends on who else takes part, so that a "
                 f"client's influence is larger than its own update and {key}.privacy.noise would promise too much; use "
-                f"{' or '.join(sound)}"
+                f"{' or '.join(filter(None, [', '.join(sound[:-1]), sound[-1]]))}"
             )
 
 

@@ -120,6 +120,11 @@ def refusal(fitted: Fitted, min_tau: float, what: str) -> str:
     """Why a search must not use the predictor of `what` (held-out tau below `min_tau` or undefined), otherwise ""."""
     if fitted.tau >= min_tau:
         return ""
+    if math.isnan(fitted.tau):
+        return (
+            f"Kendall's tau of the predictor of {what} cannot be measured, and {min_tau:g} is required: all of the "
+            f"{fitted.held_out} held-out samples are alike; train longer, or measure more samples"
+        )
     return (
         f"the predictor of {what} reaches Kendall tau {fitted.tau:.3f} on {fitted.held_out} held-out samples "
         f"(fitted on {fitted.train}), below the required {min_tau:g}: measure more samples or lower min_tau"

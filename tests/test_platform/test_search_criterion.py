@@ -83,7 +83,7 @@ def test_predictors_learn_the_configured_metric() -> None:
     small, large = by_loss.metric.predictor(ends)
     assert small < large < 0, "merits: losses with their sign changed"
     by_accuracy = fit_predictors(genome, samples, replace(config, metric="accuracy"), seed=1)
-    assert "below the required 0.5" in by_accuracy.refused, "a constant accuracy cannot be ranked"
+    assert "cannot be measured, and 0.5 is required" in by_accuracy.refused, "a constant accuracy cannot be ranked"
 
 
 # -- bins -------------------------------------------------------------------------------------------------------------
