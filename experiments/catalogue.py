@@ -93,7 +93,8 @@ def _with_options(config: RunConfig) -> Iterator[Setting]:
     settings = [*settings_of(config)]
     options: dict[str, list[Setting]] = {s.key.rpartition(".")[0]: [] for s in settings if s.key.endswith(".options")}
     for setting in settings:
-        registry = next((each for each in REGISTRIES if each.kind == setting.component), None)
+        component = setting.component
+        registry = next((each for each in REGISTRIES if each.kind == component), None)
         groups = [group for group in options if setting.key.startswith(f"{group}.")]
         if registry is not None and groups and setting.default is not None:
             group = max(groups, key=len)
@@ -177,7 +178,10 @@ def known_code(words: Sequence[str]) -> list[PluginPoint]:
     """
     methods = [Code(name, _first_line(sys.modules[m.config.__module__])) for name, m in METHODS.items()]
     form = "a fedloom.platform.federation.method.Method"
-    points = [PluginPoint("method", ("method",), form, tuple(methods)), *map(_point, REGISTRIES)]
+    settings = [*settings_of(RunConfig())]
+    settings += (setting for method in METHODS.values() for setting in settings_of(method.config(), "method."))
+    chosen_by = [(setting.component, setting.key) for setting in settings]
+    points = [PluginPoint("method", ("method",), form, tuple(methods)), *(_point(r, chosen_by) for r in REGISTRIES)]
     for word in words:
         if not any(point.has(word) for point in points):
             kinds = [point.kind for point in points]
@@ -187,10 +191,8 @@ def known_code(words: Sequence[str]) -> list[PluginPoint]:
     return [point for point in points if not words or any(point.has(word) for word in words)]
 
 
-def _point(registry: Registry[Any]) -> PluginPoint:
-    settings = [*settings_of(RunConfig())]
-    settings += (setting for method in METHODS.values() for setting in settings_of(method.config(), "method."))
-    keys = dict.fromkeys(setting.key for setting in settings if setting.component == registry.kind)
+def _point(registry: Registry[Any], chosen_by: Sequence[tuple[str | None, str]]) -> PluginPoint:
+    keys = dict.fromkeys(key for component, key in chosen_by if component == registry.kind)
     built_in = []
     for name, code in registry.known.items():
         # A partial function is documented by its last argument if that is a dataclass (a space's design), or else by

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import RunConfig, TiersConfig
@@ -23,6 +24,9 @@ from fedloom.platform.methods.tier_search import TierSearchConfig
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.registry import SPACES, build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
+
+settings.register_profile("fedloom", deadline=None)  # how long an example takes depends on what else runs
+settings.load_profile("fedloom")
 
 TINY_OPERATORS = ["conv(1)", "ds(3,.5)", "mb(1,2)", "identity"]
 
@@ -38,6 +42,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["FEDLOOM_CACHE"]
     else:
         os.environ["FEDLOOM_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def own_search_path() -> Iterator[None]:
+    """A command adds the working directory to the path: another test's files must not be found there later."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -77,7 +77,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         run = fl.run("fedoras_digits", quiet=True, name="opa", **FEDORAS)
         fl.run("fedoras_digits", quiet=True, **FEDORAS, **{"method.train.weighting": "fedavg"})
         export(Path("results"), run.id, Wanted(tier="tier1"), Path(f"results/exports/{run.id}"), ["pt2"])
-        sweep = swept("shrink.yaml", "experiment=./mine.yaml", {**TINY, "method.head_rounds": 1, "tiers.paths": 500})
+        sweep = swept("shrink.yaml", "experiment=./mine.yaml", {**SMALL, "method.head_rounds": 1, "tiers.paths": 500})
         yield {"RUN": run.id, "sweep": sweep, "personal": swept("personal.yaml", "experiment=fedper_digits", SMALL)}
 
 

@@ -40,6 +40,8 @@ TINY_CNN = [
     "executor.chunk_size=2",
 ]
 
+SHORT = ["method.finetune.rounds=1", "method.rand_init.rounds=1"]
+
 TINY = [
     "experiment=fedoras_digits",
     *TINY_CNN,
@@ -56,6 +58,7 @@ TINY = [
     "method.rand_init.rounds=2",
     "method.rand_init.epochs=1",
     "method.rand_init.clients_per_round=4",
+    "method.evaluation.clients_per_tier=2",
 ]
 
 
@@ -233,7 +236,13 @@ COMPARED = {
         "method.search.samples=0",
     ],
     "secure": [*TINY_FEDAVG, "method.train.privacy.secure=true", "devices.dropout=0.2"],
-    "private": [*TINY, "method.train.min_contributors=1", *(f"method.train.privacy.{o}" for o in PRIVATE), *KEPT_ADAM],
+    "private": [
+        *TINY,
+        *SHORT,
+        "method.train.min_contributors=1",
+        *(f"method.train.privacy.{o}" for o in PRIVATE),
+        *KEPT_ADAM,
+    ],
 }
 """The methods that others are compared with; most also have a selection rule of their own."""
 

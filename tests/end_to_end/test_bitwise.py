@@ -70,7 +70,7 @@ def run_serially(tmp_path_factory: pytest.TempPathFactory) -> Serially:
 @pytest.mark.parametrize(
     ("family", "actors"),
     [
-        ("superfednas", 1),
+        pytest.param("superfednas", 1, marks=pytest.mark.slow),
         pytest.param("fedoras", 1, marks=pytest.mark.slow),
         pytest.param("multi_stage", 2, marks=pytest.mark.slow),
     ],

@@ -33,7 +33,8 @@ def test_a_gpu_of_this_process_gives_the_bits_of_a_run_without(
     assert_same_run: Callable[..., None],
     empty_tables: tuple[str, ...],
 ) -> None:
-    fewer = ["method.train.rounds=2", "method.search.samples=10"] if family == "superfednas" else []
+    fewer = ["data.train_samples=320", "data.num_clients=8"]
+    fewer += ["method.train.rounds=2", "method.search.samples=10"] if family == "superfednas" else []
     once = {override.partition("=")[0]: override for override in (*tiny_overrides, *fewer)}.values()  # the last counts
     command = [sys.executable, "-m", "tools.pretend_device", json.dumps(shares), *once, f"results={tmp_path}"]
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -15,6 +15,11 @@ from fedloom.platform.spaces.registry import build_space
 IMAGES = [n for n in experiments() if n.startswith(("superfednas_c", "superfednas_vit_c", "ifedavg"))]
 SILO_METHODS = ("spider", "local", "ditto", "per_fedavg", "knn_per", "fedmn", "global_nas", "fednas", "fedpnas")
 SILOS = [n for n in experiments() if n.startswith(SILO_METHODS) and not n.endswith(("digits", "networks"))]
+COSTLY = (
+    *("ditto_cifar10_darts", "fednas_cifar10_cohort", "fednas_cifar10_cross_device", "fedpnas_cifar10_cohort"),
+    "spider_cifar100_c32",
+)
+"""Presets of full DARTS spaces, whose cost tables take seconds."""
 MADE_UP = ["data.dataset=synthetic", "data.train_samples=4000", "data.test_samples=100", "tiers.paths=1000"]
 
 
@@ -26,7 +31,7 @@ def test_a_preset_of_images_can_begin(name: str, tmp_path: Path) -> None:
     assert stages[-1].name == "evaluation"
 
 
-@pytest.mark.parametrize("name", SILOS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in COSTLY else n for n in SILOS])
 def test_a_preset_of_silos_can_begin(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = compose_config([f"experiment={name}", *MADE_UP, "space.num_classes=10", f"results={tmp_path}"])
     world = build_world(config)

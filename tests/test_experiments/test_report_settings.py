@@ -18,6 +18,7 @@ from fedloom.experiments.analysis.tiers import pareto
 from fedloom.experiments.report import content
 from fedloom.experiments.report.clients import clients_figure
 from fedloom.experiments.report.drawing import setting_label
+from fedloom.experiments.report.pages import markdown_page
 from fedloom.experiments.report.rounds import communication_figure, convergence_figure
 from fedloom.experiments.report.runs import load_chosen, report_content, report_json, summary_table, write_report
 from fedloom.experiments.report.tiers import pareto_figure
@@ -91,7 +92,8 @@ def shown(root: Path, run_ids: Sequence[str], width: int = 150) -> str:
 
 
 def page_of(root: Path, run_ids: Sequence[str]) -> str:
-    return write_report(root, run_ids, root / "out").markdown.read_text()
+    """The page without its figures."""
+    return markdown_page(report_content(load_chosen(root, run_ids)))
 
 
 def rows_of(page: str, title: str) -> list[list[str]]:

@@ -169,8 +169,8 @@ def test_every_space_is_checked() -> None:
     assert set(SMALL) == set(SPACES.known)
 
 
-LARGE = ("darts_s1", "darts_s3", "darts_full", "resnet_split")
-"""As darts_s2_small with more operators, and as cnn_split on resnet_width's network."""
+LARGE = ("darts_s1", "darts_s2", "darts_s3", "darts_s4", "darts_full", "darts_v2_small", "resnet_split", "resnet34")
+"""As darts_s2_small with other operators, as darts_v2, as cnn_split on resnet_width's network, as resnet18."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in SMALL])

@@ -91,7 +91,8 @@ def test_the_space_decides_and_the_configuration_may_overrule_it(sums_of: Any) -
         assert worker.space.channels_last
         assert worker.kernels.channels_last == last
         kernels = [t for t in worker.tensors_of(worker.supernet).values() if t.dim() == 4 and t.shape[1] > 1]
-        assert all(t.is_contiguous(memory_format=torch.channels_last) for t in kernels) or not last
+        assert kernels
+        assert all(t.is_contiguous(memory_format=torch.channels_last) for t in kernels) is last
         assert all(s.total.is_contiguous() for s in sums.tensors.values()), "what travels is in one format"
 
 

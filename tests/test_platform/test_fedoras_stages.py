@@ -153,9 +153,9 @@ def test_a_round_has_a_subspace_per_client_or_one(tiny_config: Make) -> None:
 def test_the_top_tier_may_train_what_the_lower_tier_may_not(tiny_config: Make) -> None:
     world = build_world(tiny_config())
     stage = stage_of(world, "supernet")
-    for assignment in stage.plan(stage.begin(RunState())).assignments:
-        if assignment.client_id is not None:
-            assert assignment.task.network.budget == world.tier(assignment.client_id).upper
+    clients = [a for a in stage.plan(stage.begin(RunState())).assignments if a.client_id is not None]
+    assert {a.task.network.budget for a in clients} == {tier.upper for tier in world.tiers}
+    assert all(a.task.network.budget == world.tier(a.client_id).upper for a in clients)
 
 
 def test_plans_are_pure(tiny_config: Make) -> None:

@@ -221,6 +221,8 @@ def test_an_evaluation_that_fails_takes_its_round_along(setting: Setting) -> Non
 def test_simulated_losses_are_not_failures(setting: Setting) -> None:
     changes: dict[int | None, dict[str, Any]] = {1: {"dropped": "gone"}, 2: {"deadline_s": 1.0}}
     setting.loop(Counting(rounds=1, changes=changes), **failing("stop")).run(RunState())
+    assert setting.table("clients")["status"].tolist().count("ok") == 2
+    assert {"dropped", "timed_out"} < {*setting.table("clients")["status"]}
 
 
 class Alone:

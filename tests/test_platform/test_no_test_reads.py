@@ -167,6 +167,7 @@ def runs_that_differ_on_test_data_alone(folder: Path) -> tuple[RunPaths, RunPath
             r for r in right if not is_of_the_test_set(r, table)
         ]
     groups = [load_checkpoint(paths.checkpoint).groups for paths in (one, two)]
+    assert groups[0].keys() == groups[1].keys() != set()
     for name, group in groups[0].items():
         for tensor_name, tensor in group.tensors.items():
             assert tensor.equal(groups[1][name].tensors[tensor_name])

@@ -139,7 +139,9 @@ def test_the_tables_count_what_processors_send(
     tiny_config: Any, run_in_memory: Any, name: str, options: dict[str, int], bits: int
 ) -> None:
     train = TrainingConfig(rounds=2, clients_per_round=3, batch_size=16, processors=[name], options=options)
-    for row in clients_of(run_in_memory, tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train))):
+    rows = clients_of(run_in_memory, tiny_config(method=FedAvgConfig(architecture="0-1-2", train=train)))
+    assert len(rows) == 6
+    for row in rows:
         scalars, whole = row["parameters"], row["bytes_down"]
         smaller = -(-bits * scalars // 8) + 4 if bits else 4 * -(-scalars // 10) + -(-scalars // 8)
         assert row["bytes_up"] == whole - 4 * scalars + smaller

@@ -120,8 +120,11 @@ def test_what_is_uploaded_as_a_whole_and_what_a_processor_reads_is_not_read_ahea
 ) -> None:
     worker, chunk, weights = given
     whole = worker.data.on(torch.device("cpu"), 10**9)
+    read: list[int] = []
     for data in (whole, replace(whole, dataset=replace(whole.dataset, _on_device=None))):
         worker.data = data
         watch = Watch((worker, chunk, weights), monkeypatch)
         run_chunk(worker, chunk, weights)
         assert "ahead" not in {by for _, by in watch.read}
+        read.append(len(watch.read))
+    assert read[1] > 0

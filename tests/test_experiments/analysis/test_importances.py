@@ -77,7 +77,7 @@ def test_shares_are_a_decomposition(grid: np.ndarray[Any, Any]) -> None:
         return
     rows = {name: share for name, _, share in variances(grid, ["a", "b", "c"])}
     assert min(rows.values()) >= 0
-    assert sum(rows.values()) == pytest.approx(1) if grid.shape[-1] > 1 else 1
+    assert sum(rows.values()) == pytest.approx(1)
     # Neither order of values, nor of axes, nor unit and origin matter.
     moved = {name: share for name, _, share in variances(2.5 * grid[::-1].transpose(1, 0, 2, 3) - 7, ["b", "a", "c"])}
     assert moved["a"] == pytest.approx(rows["a"], abs=1e-9)
