@@ -151,7 +151,8 @@ RUN_HELP = """Runs an experiment: a preset, with any configuration value changed
 
   fedloom run experiment=fedoras_digits name=baseline tags=[paper]         afterwards: fedloom report baseline
 
-`fedloom keys` lists all configuration keys, `fedloom plugins` everything that can be chosen by name.
+Without experiment= and method= it is FedorAS on digits for 500 rounds. `fedloom keys` lists all configuration keys,
+`fedloom plugins` everything that can be chosen by name.
 """
 
 DEMO = "fedoras_digits"

@@ -76,6 +76,8 @@ def known_keys(words: Sequence[str]) -> list[Setting]:
     keys = [setting.key for setting in settings]
     prefixes = [word.rstrip(".") for word in words if "=" not in word]
     for prefix in prefixes:
+        if _begins(prefix, "ablation"):
+            raise ValueError("ablation.* are keys of an ablation, not of a run: docs/how-to/ablations.md lists them")
         if not any(_begins(key, prefix) for key in keys):
             groups = sorted({key.rpartition(".")[0] for key in keys if "." in key} | set(keys))
             raise ValueError(

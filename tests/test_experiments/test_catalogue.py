@@ -34,6 +34,8 @@ def test_a_prefix_is_a_key_or_a_whole_part_of_one() -> None:
     assert keys[-1] == "method.train.lr"
     assert all(key.startswith("data.") for key in keys[:-1])
     assert [s.key for s in known_keys(["executor.failures."])] == [s.key for s in known_keys(["executor.failures"])]
+    with pytest.raises(ValueError, match=r"^ablation\.\* are keys of an ablation, not of a run"):
+        known_keys(["ablation.seeds"])
     with pytest.raises(ValueError, match=r"no configuration key begins with .method.tran.*; did you mean"):
         known_keys(["method.tran"])
 
