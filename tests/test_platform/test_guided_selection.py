@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +13,10 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
 
 from fedloom.platform.averaging.processors import kept_of, saved_by, smallest
+from fedloom.platform.clients.assignments import Task
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.federation.config import DevicesConfig, RunConfig, TiersConfig
-from fedloom.platform.federation.selection import Choice, ClientRecord, Cohort, select
+from fedloom.platform.federation.selection import Choice, ClientRecord, Cohort, as_asked, select
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
@@ -389,15 +390,11 @@ def test_a_wrong_option_is_refused_before_a_run_begins(tiny_config: Make) -> Non
         build_stages(build_world(config))
 
 
-def test_methods_whose_clients_take_no_epochs_of_their_own_refuse(silo_config: Make, run_in_memory: Any) -> None:
-    from fedloom.platform.federation.loop import RunFailedError
-    from fedloom.platform.methods.ditto import DittoConfig
-
-    config = silo_config(DittoConfig())
-    config.method.train.selection = "pyramidfl"
-    config.method.train.rounds = 3
-    with pytest.raises(RunFailedError, match="selection rule pyramidfl gives clients epochs or shares of their own"):
-        run_in_memory(config)
+def test_tasks_that_take_no_epochs_of_their_own_refuse() -> None:
+    task = cast(Task, object())
+    assert as_asked(task, Cohort((3, 5), reason="own", epochs={5: 2}), 3) is task
+    with pytest.raises(ValueError, match="selection rule own gives clients epochs or shares of their own"):
+        as_asked(task, Cohort((3, 5), reason="own", epochs={5: 2}), 5)
 
 
 def seconds_until(run_in_memory: Any, config: RunConfig, loss: float) -> float:

@@ -87,7 +87,7 @@ def test_constant_values_have_no_tau_and_are_refused() -> None:
     rows, _ = samples(20)
     flat = fit_predictor(GENOME.one_hot(rows), np.full(20, 3.0), seed=0, fit=brief(2))
     assert math.isnan(flat.tau)
-    assert "Kendall tau nan" in refusal(flat, -1.0, "the metric")
+    assert "of the metric cannot be measured, and -1 is required" in refusal(flat, -1.0, "the metric")
 
 
 def test_a_poor_predictor_is_refused_in_one_line_that_says_what_to_do(fitted: Fitted) -> None:

@@ -117,7 +117,7 @@ def test_a_device_table_is_drawn_from_the_seed_of_the_partition(tiny_config: Mak
         ({"devices": DevicesConfig(macs_per_s=[0.0])}, "positive and finite"),
         ({"devices": DevicesConfig(deadline_s=0.0)}, "deadline_s=0.0: must be greater than 0"),
         ({"devices": DevicesConfig(availability=1.5)}, "must be a probability"),
-        ({"space": SpaceConfig("cnn_cifar")}, r"choose a space that fits, or set space.input_shape=\[1, 8, 8\] and"),
+        ({"space": SpaceConfig("cnn_cifar")}, r"choose a space that fits, or set space.input_shape=\[1,8,8\] and"),
         ({"space": SpaceConfig("rnn_shakespeare")}, r"give samples of as many dimensions as \(80,\)$"),
         ({"space": SpaceConfig("cnn_digits", num_classes=7)}, "choose a space that fits"),
         ({"data": DataConfig(num_clients=1000, train_samples=320)}, "every client needs at least one"),
