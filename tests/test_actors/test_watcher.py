@@ -35,7 +35,7 @@ time.sleep(600)
 """
 
 
-def until(condition: Callable[[], bool], most_s: float = 120.0) -> None:
+def until(condition: Callable[[], bool], most_s: float = 60.0) -> None:
     end_s = time.monotonic() + most_s
     while not condition():
         assert time.monotonic() < end_s, "it did not happen"
