@@ -10,6 +10,9 @@ p(s)      constant 1; polynomial (1 + s)^-a; hinge 1 up to s = b, then 1 / (a (s
 FLSim, by FedBuff's authors, was only read for comparison, as it does not import on Python 3.11. It divides p by the p
 of an average staleness, 1 by default, and also counts the answers left in the buffer at the end of an epoch.
 
+FedBuff's paper weights a round's answers equally: weighting=plain, as its presets have it. By default they are weighted
+by samples, as in FedAvg.
+
 On slices, all of this applies to the scalars that the client holds. FedBuff's p is 1 / sqrt(1 + s), and its eta_g is
 the server rule's learning rate. The rounds that use these rules are in `federation.asynchronous`.
 

@@ -10,7 +10,9 @@ in every round: a selected client takes the shared model w_i <- w, and in every 
 at the end:     every client's mixture with the last shared model is scored on its own test data
 
 Alpha takes a step on every batch, as the indices of Eq. 10 say. A client that has never taken part has v_i = w, so its
-mixture is the shared model whatever alpha is.
+mixture is the shared model whatever alpha is. Where the network has batch norms, the mixture is scored with mixed
+running statistics, alpha of the personal ones (those of m) plus 1 - alpha of the shared ones, of which the paper says
+nothing; statistics estimated anew gave two or five points more in two runs on digits.
 
 Published code differs from the paper. The authors' FedTorch mixes the outputs of the two models, not their weights,
 uses w_i after its step, and updates alpha once per round, with a decay of .02 alpha_i and the gradients of f(m) with

@@ -1,7 +1,8 @@
 """FedPNAS (Hoang & Kingsford 2021), in SPIDER's setting: a shared base is averaged, the other cells are personal.
 
 in every round a silo
-    decides one edge of its personal part, if the round searches (by perturbation; the base keeps all operators),
+    decides one edge of each cell of its personal part, if the round searches (by perturbation; the base keeps all
+    operators),
     trains base and personal part as one network,
     sends the base, and keeps its personal part, its momentum and its architecture
 """

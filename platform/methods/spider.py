@@ -1,7 +1,7 @@
 """SPIDER: every silo searches a personal architecture while all silos train a shared supernet (Mushtaq et al.).
 
 in every round a silo
-    decides one edge of its personal network, if the round searches (Alg. 2; or by gradients, MiLeNAS),
+    decides one edge of each cell of its personal network, if the round searches (Alg. 2; or by gradients, MiLeNAS),
     trains the shared supernet on its data, and sends it,
     trains its personal network on the same batches, pulled towards the shared weights of its operators (Alg. 1)
 the server averages the shared supernet; a silo's personal network stays in its state

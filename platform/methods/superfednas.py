@@ -10,6 +10,7 @@ progressive shrinking), iFedAvg over a family and FedAvg of one subnet (`separat
 Papers: SuperFed (MaxNet), SuperFedNAS.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -70,7 +71,7 @@ from fedloom.platform.methods.evaluation import (
 from fedloom.platform.methods.shares import SHARES_RULES, Shares, SharesConfig, Sharing, check_shares, shares_of
 from fedloom.platform.methods.target_search import search_stages, targets_of
 from fedloom.platform.methods.tier_search import WINNERS, check_statistics
-from fedloom.platform.plugins import Registry
+from fedloom.platform.plugins import ComponentSpec, Registry
 from fedloom.platform.search.targets import TargetSearchConfig
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import (
@@ -92,6 +93,8 @@ from fedloom.platform.spaces.slices import (
     bytes_of,
     parse_architecture,
 )
+
+logger = logging.getLogger(__name__)
 
 SEARCHED = "searched"
 """The name of models found by the search, sliced from the supernet without further training."""
@@ -178,6 +181,12 @@ def _check_training(config: ElasticTrainingConfig, num_clients: int, family: int
         raise ValueError(
             f"{key}.distribution.tier_aware=true: budgets are ignored where all clients get the same model; "
             "use travels=slices and a supernet, or leave it out"
+        )
+    if hands_out and name in SANDWICHES and config.arrivals is not None and config.asynchronous is None:
+        logger.warning(
+            "%s.arrivals=%s: the slowest clients are given up, on equal devices always that with the largest subnet, "
+            "which %s gives out in every round: set %s.asynchronous=fedbuff, or choose another heuristic",
+            *(key, config.arrivals, name, key),
         )
     shrinking = config.shrinking
     if shrinking.distillation and not shrinking.sandwich:
@@ -299,7 +308,10 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
 
     def give(round_: Round) -> RoundTasks:
         client_ids, served = tuple(sorted(round_.client_ids)), round_.state.data[SERVED]
-        subnets = distribute(heuristic, distribution(round_.index, client_ids, served, round_.draw))
+        # A client that takes a lost one's place is no sandwich of its own, which would be the largest subnet each time.
+        few = round_.draw > 0 and len(client_ids) < FEWEST_FOR_SANDWICH and heuristic.name in SANDWICHES
+        rule = ComponentSpec("random") if few else heuristic
+        subnets = distribute(rule, distribution(round_.index, client_ids, served, round_.draw))
         tasks = [TrainShare(Subnet(subnets[c]), round_.local, rules.weighting) for c in round_.client_ids]
         if config.arrivals is not None:  # those that answer first get shares then
             return RoundTasks(tasks)

@@ -27,7 +27,7 @@ from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.federation.selection import Choice, Cohort
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, rules_of
 from fedloom.platform.federation.world import build_world
-from fedloom.platform.methods.distribution import Distribution, distribute
+from fedloom.platform.methods.distribution import FEWEST_FOR_SANDWICH, Distribution, distribute
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.shares import SharesConfig
@@ -355,7 +355,7 @@ def test_maxnet_shares_a_round_among_those_who_answer(
 
 
 def test_over_selection_shares_a_round_among_those_who_answer(
-    elastic_config: Make, run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
+    elastic_config: Make, run_in_memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plans: list[Plan] = []
     plan = TrainingStage.plan
@@ -375,14 +375,17 @@ def test_over_selection_shares_a_round_among_those_who_answer(
         assert each.schedules["beta"] == 0.9
     assert all(sorted(shares) == pytest.approx([0.05, 0.05, 0.9]) or shares == [1, 1, 1] for shares in rounds)
     assert any(max(shares) < 1 for shares in rounds)
+    assert "arrivals=3: the slowest clients are given up, on equal devices always that with the largest" in caplog.text
 
 
 def test_every_cohort_of_a_round_draws_subnets_of_its_own(
     elastic_config: Make, run_in_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams: dict[tuple[int, tuple[int, ...]], float] = {}
+    rules = set[tuple[bool, str]]()
 
     def seen(heuristic: Any, distribution: Distribution) -> Any:
+        rules.add((len(distribution.client_ids) < FEWEST_FOR_SANDWICH, heuristic.name))
         cohort = (distribution.round, distribution.client_ids)
         value = deepcopy(distribution.rng).random()
         assert streams.setdefault(cohort, value) == value, "a cohort that is planned again gets the same"
@@ -394,6 +397,7 @@ def test_every_cohort_of_a_round_draws_subnets_of_its_own(
     run_in_memory(elastic_config(train=train, devices=lossy))
     assert len(streams) > len({round_ for round_, _ in streams}), "lost clients make room for others in the same round"
     assert len({*streams.values()}) == len(streams)
+    assert rules == {(True, "random"), (False, "tracking_sandwich")}, "a lost one's successor is no sandwich"
 
 
 def test_a_rule_of_ones_own_is_asked_for_every_tensor() -> None:
