@@ -37,7 +37,7 @@ needs_data = pytest.mark.skipif(
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    slow = name in FAMILIES[4:] or name in ("fedoras_cifar10", "spider_cifar10")
+    slow = name not in (*FAMILIES[:3], "fedoras_shakespeare", "superfednas_cifar10")
     data = name in PAPERS or name == "superfednas_shakespeare"
     return [*([pytest.mark.slow] if slow else []), *([needs_data] if data else [])]
 

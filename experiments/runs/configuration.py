@@ -231,6 +231,7 @@ def _composed(choices: tuple[str, ...], _sources: tuple[Any, ...]) -> dict[str, 
     methods = [choice.removeprefix("method=") for choice in choices if choice.startswith("method=")]
     methods += [method_in(choice.removeprefix(PRESET)) for choice in choices if choice.startswith(PRESET)]
     store = ConfigStore.instance()
+    store.repo.pop("method", None)  # of earlier choices: Hydra copies whatever is stored
     store.store(name="run_schema", node=asdict(RunConfig()))
     # Only the chosen methods are registered, so that the modules of the others are not imported.
     registered = {DEFAULT_METHOD, *methods, *(name for preset in own_presets.values() for name in preset.methods)}
