@@ -46,12 +46,12 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def blank(build: Callable[[], nn.Module]) -> nn.Module:
-    """The module on the current default device, every floating tensor filled with NaN.
+    """The module on the current default device, every floating tensor filled with NaN where there are values.
 
     Weights are always loaded afterwards; with NaN, a forgotten load cannot look like a result.
     Raises ValueError for a buffer that is not part of the state dict, because nothing would load its value.
     """
-    module = emptied(on_meta(build), torch.get_default_device())
+    module, device = on_meta(build), torch.get_default_device()
     state = module.state_dict(keep_vars=True)
     lost = next((name for name, _ in module.named_buffers() if name not in state), None)
     if lost is not None:
@@ -59,8 +59,10 @@ def blank(build: Callable[[], nn.Module]) -> nn.Module:
             f"buffer {lost} is not persistent, so that its value would be lost: compute it in `forward`, or register "
             "it with persistent=True and fill it in `initialise_own(tensors_by_name, generator)`"
         )
+    if device.type == "meta":
+        return module
     with torch.no_grad():
-        for tensor in state.values():
+        for tensor in emptied(module, device).state_dict(keep_vars=True).values():
             tensor.fill_(math.nan if tensor.is_floating_point() else 0)
     return module
 
