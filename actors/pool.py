@@ -457,6 +457,8 @@ class ActorPool(Executor):
                 continue
             self._look(attempt, now_s)
             if now_s - attempt.since_s >= attempt.job.time_limit_s(self.client_timeout_s):
+                if ray.wait([reference], timeout=0, fetch_local=False)[0]:
+                    continue  # it has finished: its result waits for this process, which was busy or stopped
                 del work.running[reference]
                 self._give_up_client(work, attempt)
             else:

@@ -19,7 +19,7 @@ from ray import cloudpickle
 from fedloom.actors.actor_set import cause_of
 from fedloom.actors.client import PackedResult, RemoteClient, unpack
 from fedloom.actors.placement import ActorGroup
-from fedloom.actors.pool import ActorPool
+from fedloom.actors.pool import ActorPool, Work
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Task, TaskError
@@ -296,6 +296,28 @@ def test_a_chunk_that_waits_at_an_actor_is_neither_late_nor_blamed_for_its_end(
     finally:
         pool.close()
     assert statuses == ["ok", "ok", "ok", "timed_out", "ok", "ok"]
+
+
+class Stops(ActorPool):
+    """Its process stands still until all running jobs have finished, for longer than a client may take."""
+
+    def _collect(self, work: Work) -> None:
+        ray.wait([*work.running], num_returns=len(work.running), timeout=60)
+        for attempt in work.running.values():
+            attempt.since_s -= 2 * self.client_timeout_s
+        super()._collect(work)
+
+
+def test_a_client_that_has_finished_is_not_late_however_long_its_result_waits(
+    spec: WorkerSpec, ray_cluster: None
+) -> None:
+    pool = Stops(spec, [ActorGroup("clients", 2, 0.0, 0.0)])
+    try:
+        reports = reports_of(run(pool, planned([Adds(float(i)) for i in range(4)]), 1))
+        assert pool.actors._started == 2, "no actor is replaced"
+    finally:
+        pool.close()
+    assert [report.status for report in reports] == ["ok"] * 4
 
 
 def test_an_actor_without_the_data_is_refused_in_one_line(spec: WorkerSpec, ray_cluster: None) -> None:
