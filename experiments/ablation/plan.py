@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 MOST_TRIALS = 10_000
 MOST_DRAWS = 50
 """Draws per sample after which the axes count as exhausted."""
+PLACES = ("results", "ray", "data.root", "data.cache", "data.download")
+"""The keys that say where all trials of an ablation run."""
 DEFAULT_FIGURES = ("metric_by_axis",)
 Changes = Mapping[str, Any]
 """Configuration keys with their values."""
@@ -122,8 +124,8 @@ def _plain_axes(config: AblationConfig) -> dict[str, Any]:
 def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
     """The ablation with the next batch of its Bayesian search; None without such a search, or if it is done or stuck.
 
-    New trials take keys that may change on resume from the first trial. Raises ValueError like `known_points`, and if
-    the preset has changed since the search began.
+    What has been changed on resume is changed in the new trials, too. Raises ValueError like `known_points`, and if the
+    preset has changed since the search began.
     """
     if not ablation.search:
         return None
@@ -141,10 +143,12 @@ def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
     _check_unchanged(ablation)
     points = [Point(point.setting, {}) for point in known]
     new_points = [_chosen(config, setting) for setting in new]
-    first = ablation.trials[0].config
+    first = ablation.trials[0]
+    now = asdict(config_from_dict(first.config))
+    then = asdict(compose_config([*ablation.overrides, *first.overrides, f"seed={first.seed}"]))
     base = compose_config(ablation.overrides)
     trials = _trials(ablation.ablation_id, ablation.overrides, base, new_points, ablation.seeds, len(ablation.trials))
-    here = [replace(trial, config=_with_free_keys(trial.config, first)) for trial in trials]
+    here = [replace(trial, config=_changed_alike(trial.config, then, now)) for trial in trials]
     axes = _axes(config, [*points, *new_points])
     return replace(ablation, trials=(*ablation.trials, *here), axes=axes)
 
@@ -164,16 +168,21 @@ def _check_unchanged(ablation: Ablation) -> None:
             )
 
 
-def _with_free_keys(values: Changes, first: Changes, prefix: str = "") -> dict[str, Any]:
-    """The configuration with the values of `first` for keys that do not change results: folders, addresses, actors."""
-    return {
-        name: _with_free_keys(value, first[name], f"{prefix}{name}.")
-        if isinstance(value, Mapping) and not free_on_resume(f"{prefix}{name}") and isinstance(first.get(name), Mapping)
-        else first.get(name)
-        if f"{prefix}{name}" == "results" or free_on_resume(f"{prefix}{name}")
-        else value
-        for name, value in values.items()
-    }
+def _changed_alike(values: Changes, then: Changes, now: Changes, prefix: str = "") -> dict[str, Any]:
+    """The configuration with the changes from `then` to `now` of keys that do not change results.
+
+    Folders and addresses are those of `now` in any case, as plans may come from strangers (see `placed_here`).
+    """
+    changed = dict(values)
+    for name, value in now.items():
+        key = f"{prefix}{name}"
+        if key in PLACES:
+            changed[name] = value
+        elif all(isinstance(of.get(name), Mapping) for of in (values, then, now)):
+            changed[name] = _changed_alike(values[name], then[name], value, f"{key}.")
+        elif free_on_resume(key) and value != then.get(name):
+            changed[name] = value
+    return changed
 
 
 def _chosen(config: AblationConfig, setting: Changes) -> Point:

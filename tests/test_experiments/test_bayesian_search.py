@@ -10,7 +10,7 @@ from fedloom.experiments.ablation import running
 from fedloom.experiments.ablation.bayesian import Known, known_points, suggested
 from fedloom.experiments.ablation.config import AxisConfig
 from fedloom.experiments.ablation.in_process import run_in_process
-from fedloom.experiments.ablation.plan import next_batch, plan_ablation
+from fedloom.experiments.ablation.plan import next_batch, plan_ablation, planned_ablation
 from fedloom.experiments.ablation.running import ResultsLocation, RunningAblation, end_search
 from fedloom.experiments.analysis.ablation import load_ablation
 from fedloom.experiments.report.ablation import ablation_content
@@ -150,6 +150,28 @@ def test_a_preset_that_changes_meanwhile_ends_the_search(tmp_path: Path, monkeyp
     preset.write_text("defaults: [fedavg_digits]\nmethod: {train: {batch_size: 64}}")
     with pytest.raises(ValueError, match=r"trial 0 would be another run now \(method.train.batch_size 16 -> 64\)"):
         next_batch(tmp_path, ablation)
+
+
+def test_later_batches_have_their_own_settings_and_what_was_changed_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = "{a: {tags: [a], executor.client_timeout_s: 5}, b: {tags: [b], executor.client_timeout_s: 6}}"
+    command = arguments(tmp_path)
+    (tmp_path / "own.yaml").write_text(SEARCH.replace("{preset's: {}, two: {method.train.epochs: 2}}", settings))
+    ablation, root = plan_ablation(command), tmp_path / "results"
+    write_ablation(root, ablation)
+    monkeypatch.setattr(
+        "fedloom.experiments.ablation.plan.known_points", lambda _, of: [Known(t.setting, 0.5) for t in of.trials]
+    )
+    resumed = planned_ablation(root, ablation.ablation_id, ["checkpoint.every=7", "data.cache=here"])
+    others = [{"lr": 0.5, "epochs": setting} for setting in "ab"]
+    monkeypatch.setattr("fedloom.experiments.ablation.plan.suggested", lambda *_: others)
+    longer = next_batch(root, resumed)
+    assert longer is not None
+    for setting, trial in zip("ab", longer.trials[2:], strict=True):
+        assert trial.config["tags"] == [setting]
+        assert trial.config["executor"]["client_timeout_s"] == {"a": 5.0, "b": 6.0}[setting]
+        assert (trial.config["checkpoint"]["every"], trial.config["data"]["cache"]) == (7, "here")
 
 
 @pytest.mark.parametrize(
