@@ -71,8 +71,12 @@ def plan_of(
     ValueError like `plan_ablation`.
     """
     chosen = [override.lstrip("+").partition("=")[0] for override in [*config.overrides, *common]]
-    varied = [key for axis in config.axes.values() for key in (axis.key, *itertools.chain(*axis.settings.values()))]
-    if not any(key in GROUPS for key in (*chosen, *varied)):
+    axis_of = {
+        key.lstrip("+"): name
+        for name, axis in config.axes.items()
+        for key in (axis.key, *itertools.chain(*axis.settings.values()))
+    }
+    if not any(key in GROUPS for key in (*chosen, *axis_of)):
         raise ValueError("give the experiment that the ablation varies, such as experiment=fedoras_digits")
     is_grid = config.search.kind == "grid"
     points_planned = config.search.samples if not is_grid else math.prod(len(_choices(a)) for a in config.axes.values())
@@ -85,13 +89,11 @@ def plan_of(
         if base.data.validation_share == 0:
             raise ValueError("data.validation_share=0: a Bayesian search compares points on validation data; give some")
     points = list(_points(config))
-    changed = {key for point in points for key in point.changes}
-    for override in [*config.overrides, *common]:
-        key = override.lstrip("+").partition("=")[0]
-        if key in changed:
-            axis = next(n for n, a in config.axes.items() if key == a.key or any(key in s for s in a.settings.values()))
+    for key, override in zip(chosen, [*config.overrides, *common], strict=True):
+        if (axis_name := axis_of.get(key)) is not None:
             raise ValueError(
-                f"{override}: the ablation varies {key}; change its values instead (ablation.axes.{axis}.values=[...])"
+                f"{override}: the ablation varies {key}; change its values instead "
+                f"(ablation.axes.{axis_name}.values=[...])"
             )
     ablation_id = ablation_id or new_ablation_id(local_root(base.results), name)
     try:
@@ -224,12 +226,13 @@ def planned_ablation(root: Path, ablation_id: str, overrides: Sequence[str]) -> 
     if overrides:
         changed = _Changed(overrides)
         trials = [replace(trial, config=changed.of(trial.config)) for trial in trials]
-    varied = {text.partition("=")[0] for trial in trials for text in trial.overrides}
-    for override in overrides:
-        if (key := read(override).key) == "name":
-            raise ValueError(f"{override}: {NOT_AXES[key]}")
-        if key in varied:
-            raise ValueError(f"{override}: the trials of {ablation.ablation_id} vary {key}")
+    texts = {text for trial in trials for text in trial.overrides} if overrides else ()
+    varied = {key for text in texts for key in _keys_set({read(text).key: read(text).value})}
+    for override in map(read, overrides):
+        if override.key == "name":
+            raise ValueError(f"{override.text}: {NOT_AXES[override.key]}")
+        if any(_overlap(key, other) for key in _keys_set({override.key: override.value}) for other in varied):
+            raise ValueError(f"{override.text}: the trials of {ablation.ablation_id} vary {override.key}")
     return replace(ablation, trials=tuple(trials))
 
 
@@ -305,11 +308,27 @@ def _point(combination: Sequence[tuple[str, Any, Changes]]) -> Point:
     setting = {name: value for name, value, _ in combination}
     changes: dict[str, Any] = {}
     for name, _, changed in combination:
-        for key in changed:
-            if key in changes:
+        by_others = [*_keys_set(changes)]
+        for key in _keys_set(changed):
+            if any(_overlap(key, other) for other in by_others):
                 raise ValueError(f"ablation.axes.{name}: {key} is set by another axis, too: vary it in one of them")
         changes.update(changed)
     return Point(setting, changes)
+
+
+def _keys_set(changes: Changes) -> Iterator[str]:
+    """The keys that these changes set: those inside a mapping, which is merged with what is there."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            yield from _keys_set({f"{key}.{name}": inner for name, inner in value.items()})
+        else:
+            yield key.lstrip("+")
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether two keys are one, or one is in the other; a chosen method or experiment does not set the keys in it."""
+    shorter, longer = sorted((key, other), key=len)
+    return key == other or (longer.startswith(f"{shorter}.") and shorter not in GROUPS)
 
 
 def _drawn(config: AblationConfig, index: int) -> Point:

@@ -1,5 +1,6 @@
 """An ablation of one's own: its trials, what holds for all of them, and what a stored plan may change."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -131,8 +132,26 @@ def test_a_stored_plan_may_change_where_it_runs_and_nothing_else(plan: Plan, tmp
         planned_ablation(tmp_path, ablation.ablation_id, ["name=x"])
 
 
-def test_what_the_trials_vary_stays_on_resume(plan: Plan, tmp_path: Path) -> None:
-    ablation = plan("axes: {actors: {key: executor.actors, values: [1, 2]}}\nseeds: [1]\n")
+@pytest.mark.parametrize(
+    ("axis", "override"),
+    [
+        ("executor.actors, values: [1, 2]", "executor.actors=1"),
+        ("+executor.actors, values: [1, 2]", "executor.actors=1"),
+        ("executor.failures, values: [{policy: stop}, {policy: tolerate}]", "executor.failures.policy=stop"),
+        ("executor.failures.policy, values: [stop, tolerate]", "executor.failures={policy:stop}"),
+    ],
+)
+def test_what_the_trials_vary_stays_on_resume(axis: str, override: str, plan: Plan, tmp_path: Path) -> None:
+    ablation = plan(f"axes: {{a: {{key: {axis}}}}}\nseeds: [1]\n")
     write_ablation(tmp_path, ablation)
-    with pytest.raises(ValueError, match=r"^executor.actors=1: the trials of .* vary executor.actors$"):
-        planned_ablation(tmp_path, ablation.ablation_id, ["executor.actors=1"])
+    with pytest.raises(ValueError, match=rf"^{re.escape(override)}: the trials of .* vary executor\."):
+        planned_ablation(tmp_path, ablation.ablation_id, [override])
+
+
+def test_an_axis_of_methods_goes_with_one_of_a_key_that_they_have(plan: Plan) -> None:
+    axes = "how: {key: method, values: [fedavg, fedoras]}, lr: {key: method.train.lr, values: [0.1]}"
+    trials = plan(f"axes: {{{axes}}}\nseeds: [4]\n", experiment="").trials
+    assert [(t.config["method"]["name"], t.config["method"]["train"]["lr"]) for t in trials] == [
+        ("fedavg", 0.1),
+        ("fedoras", 0.1),
+    ]

@@ -36,6 +36,26 @@ REFUSED = {
         [],
         "ablation.axes.lr: method.train.lr is set by another axis, too",
     ),
+    "varied twice, in a mapping": (
+        LR.replace("axes: {", "axes: {a: {key: method.train, values: [{lr: 1, epochs: 2}]}, "),
+        [],
+        "ablation.axes.lr: method.train.lr is set by another axis, too",
+    ),
+    "varied twice, its whole section": (
+        "axes: {a: {key: executor.failures.policy, values: [stop]}, b: {key: +executor.failures, values: [null]}}\n",
+        [],
+        "ablation.axes.b: executor.failures is set by another axis, too",
+    ),
+    "varied twice, with a plus": (
+        LR.replace("axes: {", "axes: {a: {settings: {x: {+method.train.lr: 1}}}, "),
+        [],
+        "ablation.axes.lr: method.train.lr is set by another axis, too",
+    ),
+    "varied with a plus and fixed": (
+        LR.replace("method.train.lr", "+method.train.lr"),
+        ["method.train.lr=3"],
+        "method.train.lr=3: the ablation varies method.train.lr; change its values instead (ablation.axes.lr.values=",
+    ),
     "varied and fixed": (
         LR,
         ["method.train.lr=3"],
