@@ -1,6 +1,5 @@
 """The configuration of an ablation (axes, seeds, search, scheduler), from a preset or a YAML file and overrides."""
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from fedloom.experiments.runs.presets import CONF, ablations
-from fedloom.experiments.store.ablations import FIGURES, FRAME_COLUMNS
+from fedloom.experiments.store.ablations import FIGURES, FRAME_COLUMNS, axis_value, short
 from fedloom.platform.plugins import nearest
 from fedloom.platform.results.files import check_name
 from fedloom.platform.settings import (
@@ -214,11 +213,12 @@ def _check_axis(name: str, axis: AxisConfig, search: str) -> None:
         if not ordered or (kind == "log_uniform" and limits[0] <= 0):
             positive = ", both above 0" if kind == "log_uniform" else ""
             raise ValueError(f"ablation.axes.{name}.{kind}={list(limits)}: give the least and the greatest{positive}")
-
-    texts = [json.dumps(value, default=str) for value in axis.values]
-    twice = [text for i, text in enumerate(texts) if text in texts[:i]]
+    in_tables = [axis_value(value) for value in axis.values]  # they cannot tell 1 from 1.0, nor null from "null"
+    twice = [value for i, value in enumerate(in_tables) if value in in_tables[:i]]
     if twice:
-        raise ValueError(f"ablation.axes.{name}.values: {twice[0]} is there twice: for more runs of it use more seeds")
+        raise ValueError(
+            f"ablation.axes.{name}.values: {short(twice[0])} is there twice: for more runs of it use more seeds"
+        )
 
 
 def _first_line(error: BaseException) -> str:

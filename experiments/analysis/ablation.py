@@ -13,7 +13,7 @@ from fedloom.experiments.analysis.compare import Difference, difference, measure
 from fedloom.experiments.analysis.outcomes import MODEL_KEY, by_model
 from fedloom.experiments.analysis.settings import SEEDS, by_seed, estimate
 from fedloom.experiments.analysis.tables import ALL_TABLES, METRIC, Tables, fetch_trained, load_paths, with_training
-from fedloom.experiments.store.ablations import Ablation, Trial, find_ablation, short
+from fedloom.experiments.store.ablations import Ablation, Trial, axis_value, find_ablation
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import RunPaths
 
@@ -61,11 +61,6 @@ def _places(trials: Sequence[Trial], ablation: Ablation) -> pd.DataFrame:
         values = [axis_value(t.setting[axis]) for t in trials]
         columns[axis] = pd.Categorical(values, categories=values_of(ablation, axis), ordered=True)
     return pd.DataFrame(columns).astype({"trial": "int64", "seed": "int64"})
-
-
-def axis_value(value: Any) -> Any:
-    """The value of an axis in the frames: numbers, booleans and strings unchanged, all else as JSON text."""
-    return value if isinstance(value, str | int | float) else short(value)
 
 
 def values_of(ablation: Ablation, axis: str) -> list[Any]:

@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute
 
-from fedloom.experiments.analysis.ablation import ablation_frame, axis_value, values_of
+from fedloom.experiments.analysis.ablation import ablation_frame, values_of
 from fedloom.experiments.analysis.architectures import decoded
 from fedloom.experiments.analysis.importances import MORE, NOISE, importances
 from fedloom.experiments.analysis.outcomes import OUTCOMES
@@ -33,7 +33,7 @@ from fedloom.experiments.analysis.tables import (
     natural,
 )
 from fedloom.experiments.board.index import LONGEST, UNREADABLE, Stamps, plain, read_columns, stamps_of
-from fedloom.experiments.store.ablations import PLAN, Ablation, read_ablation
+from fedloom.experiments.store.ablations import PLAN, Ablation, axis_value, read_ablation
 from fedloom.experiments.store.trials import ENDS, trial_states
 from fedloom.platform.results.files import from_json, stamp_of
 from fedloom.platform.results.paths import RunPaths, runs_called

@@ -19,7 +19,6 @@ from rich.console import Group, RenderableType
 from fedloom.experiments.analysis.ablation import (
     ablation_frame,
     against_reference,
-    axis_value,
     by_setting,
     differences,
     held,
@@ -100,7 +99,16 @@ from fedloom.experiments.report.wording import (
     stage_name,
     with_interval,
 )
-from fedloom.experiments.store.ablations import FIGURES, FOLDER, PLAN, Ablation, ablation_ids, meant_ablation, short
+from fedloom.experiments.store.ablations import (
+    FIGURES,
+    FOLDER,
+    PLAN,
+    Ablation,
+    ablation_ids,
+    axis_value,
+    meant_ablation,
+    short,
+)
 from fedloom.experiments.store.trials import FINAL, TrialState, trial_states
 from fedloom.platform.results.manifest import check_files
 from fedloom.platform.results.paths import list_runs, start_of

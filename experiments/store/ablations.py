@@ -133,6 +133,11 @@ def short(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
+def axis_value(value: Any) -> Any:
+    """The value of an axis in the frames: numbers, booleans and strings unchanged, all else as JSON text."""
+    return value if isinstance(value, str | int | float) else short(value)
+
+
 def new_ablation_id(root: Path, name: str) -> str:
     """A new id that is unused under `root`: UTC time, the ablation's name, and a random suffix."""
     check_name("ablation", name)

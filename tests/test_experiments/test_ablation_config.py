@@ -47,9 +47,9 @@ def test_an_ablation_of_ones_own_is_named_after_its_file(written: Written) -> No
 
 def test_values_keep_their_kinds(written: Written) -> None:
     _, config = load_ablation_config(
-        written("axes: {any: {key: space.options.x, values: [1, 1.5, -2e-3, a b, null, true, [1, [2]], {a: {b: 1}}]}}")
+        written("axes: {any: {key: space.options.x, values: [1, 1.5, -2e-3, a b, null, false, [1, [2]], {a: {b: 1}}]}}")
     )
-    assert config.axes["any"].values == [1, 1.5, -0.002, "a b", None, True, [1, [2]], {"a": {"b": 1}}]
+    assert config.axes["any"].values == [1, 1.5, -0.002, "a b", None, False, [1, [2]], {"a": {"b": 1}}]
 
 
 def test_axes_and_settings_keep_their_order(written: Written) -> None:
@@ -124,6 +124,10 @@ FILES = {
     "settings with a key": ("axes: {a: {key: x, settings: {b: {x: 1}}}}", "ablation.axes.a: give a key with its val"),
     "setting of nothing": ("axes: {a: {settings: {b: }}}", "axes.a.settings.b=null: must be a dict"),
     "value twice": ("axes: {a: {key: x, values: [0.5, [1], 0.5]}}", "ablation.axes.a.values: 0.5 is there twice"),
+    "whole and real": ("axes: {a: {key: x, values: [1, 1.0]}}", "ablation.axes.a.values: 1.0 is there twice"),
+    "zero and false": ("axes: {a: {key: x, values: [0, false]}}", "ablation.axes.a.values: false is there twice"),
+    "null and its text": ("axes: {a: {key: x, values: [null, 'null']}}", "ablation.axes.a.values: null is there twice"),
+    "list and its text": ("axes: {a: {key: x, values: [[1], '[1]']}}", r"axes.a.values: \[1\] is there twice"),
     "range in a grid": ("axes: {a: {key: x, uniform: [0, 1]}}", "ablation.axes.a: a range is for ablation.search.kind"),
     "axis of seeds": ("axes: {a: {key: seed, values: [1, 2]}}", r"ablation.axes.a sets seed: .*ablation.seeds=\[1,2\]"),
     "setting of a seed": ("axes: {a: {settings: {b: {+seed: 3}}}}", r"ablation.axes.a sets \+seed: .*ablation.seeds"),

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from fedloom.experiments.ablation.plan import plan_ablation
-from fedloom.experiments.analysis.ablation import axis_value
 from fedloom.experiments.analysis.architectures import space_of
-from fedloom.experiments.store.ablations import Ablation, Trial, write_ablation
+from fedloom.experiments.store.ablations import Ablation, Trial, axis_value, write_ablation
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile
 from fedloom.platform.results.writer import RunWriter
