@@ -19,6 +19,10 @@ GROUPS = ("experiment", "method")
 """The keys that choose whole groups of values."""
 ENDINGS = (".yaml", ".yml")
 """File endings of the user's own presets."""
+TEXT_KEYS = ("name", "tags", "results", "data.root", "data.cache", "tracking.project")
+"""The keys whose values are the user's own words, which may look like numbers: 2026_08_07 and 1.10."""
+NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[+-]?\d[\d_]*)?|[+-]?inf|nan", re.IGNORECASE)
+"""What Hydra may read as a number."""
 SYNONYMS = {
     "alpha": "concentration, dirichlet, dirichlet_alpha, lda_alpha, non_iid",
     "availability_table": "availability_trace, behavior_trace, client_behave_trace, online, trace",
@@ -93,7 +97,8 @@ def read(text: str) -> Override:
     from hydra.errors import HydraException
 
     try:
-        override = OverridesParser.create().parse_overrides([text])[0]
+        typed = f"{key}={_numbers_quoted(value)}" if key in TEXT_KEYS else text
+        override = OverridesParser.create().parse_overrides([typed])[0]
         if override.is_sweep_override():
             raise ValueError(f"{shown(text)}: give one value; a list is [1,2]")
         return Override(text, key, override.value())
@@ -109,6 +114,12 @@ def read(text: str) -> Override:
             why = shown(first_line(error), most=100)
             raise ValueError(f"{shown(text)} cannot be read ({why}): give key=value, a list as [1,2]") from error
         raise ValueError(f"{shown(text)}: the value is too large or nested too deeply") from error
+
+
+def _numbers_quoted(value: str) -> str:
+    """The value, or the list, with quotes around what looks like a number and has none."""
+    words = r"""(["'])(?:\\.|(?!\1)[^\\])*\1|(?:\\.|[^\\,\[\]"'])+"""
+    return re.sub(words, lambda w: f'"{w[0].strip()}"' if NUMBER.fullmatch(w[0].strip()) else w[0], value)
 
 
 def override_text(value: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
+from fedloom.experiments.runs.overrides import read
 from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.methods.registry import METHODS
@@ -32,6 +33,25 @@ def test_values_have_the_types_of_the_schema() -> None:
     assert (config.data.alpha, type(config.data.alpha)) == (1.0, float)
     assert config.executor.actors == 2
     assert config.ray.dashboard is True
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("name=2026_08_07", "2026_08_07"),
+        ("name=1e5", "1e5"),
+        ("name=null", None),
+        ("+name='1.10'", "1.10"),
+        ("results=1.10", "1.10"),
+        ("results=runs/1.10", "runs/1.10"),
+        ("data.root=-.5", "-.5"),
+        ("data.cache=null", None),
+        ("tracking.project=2_0", "2_0"),
+        ("tags=[8e12345, 1.10 ,a,'1, 1.10',inf]", ["8e12345", "1.10", "a", "1, 1.10", "inf"]),
+    ],
+)
+def test_text_that_looks_like_a_number_stays_as_it_was_typed(override: str, value: str | list[str] | None) -> None:
+    assert read(override).value == value
 
 
 def test_nothing_chosen_is_the_schemas_default() -> None:
