@@ -241,17 +241,17 @@ class _Changed:
 
     def __init__(self, overrides: Sequence[str]) -> None:
         self._overrides = overrides
-        self._sections = {read(override).key.partition(".")[0] for override in overrides}
+        self._sections = [read(override).key.partition(".")[0] for override in overrides]
         self._interpolated = any("${" in override for override in overrides)  # may read any other section
         self._known: dict[str, Mapping[str, Any]] = {}
 
     def of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration with the overrides."""
-        read = {name: config[name] for name in config if self._interpolated or name in self._sections}
-        text = json.dumps(read)
+        names = [*self._sections, *(config if self._interpolated else ())]
+        text = json.dumps({name: config.get(name) for name in names})  # a plan may be older than a section
         if text not in self._known:
             self._known[text] = asdict(change_stored(config_from_dict(config), self._overrides))
-        return {**config, **{name: self._known[text][name] for name in read}}
+        return {**config, **{name: self._known[text][name] for name in names}}
 
 
 def _sorted_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:

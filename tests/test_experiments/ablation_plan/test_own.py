@@ -132,6 +132,20 @@ def test_a_stored_plan_may_change_where_it_runs_and_nothing_else(plan: Plan, tmp
         planned_ablation(tmp_path, ablation.ablation_id, ["name=x"])
 
 
+def test_a_plan_that_is_older_than_a_section_takes_its_keys_on_resume(plan: Plan, tmp_path: Path) -> None:
+    ablation = plan(LR)
+    newer = ("tracking", "tensorboard", "tags")
+    older = [
+        replace(trial, config={name: value for name, value in trial.config.items() if name not in newer})
+        for trial in ablation.trials
+    ]
+    write_ablation(tmp_path, replace(ablation, trials=tuple(older)))
+    overrides = ["tracking.to=[tensorboard]", "tensorboard=true", "tags=[x]"]
+    for trial in planned_ablation(tmp_path, ablation.ablation_id, overrides).trials:
+        assert (trial.config["tracking"]["to"], trial.config["tensorboard"]) == (["tensorboard"], True)
+        assert trial.config["tags"] == ["x"]
+
+
 @pytest.mark.parametrize(
     ("axis", "override"),
     [
