@@ -75,7 +75,10 @@ class ActorSet:
         self.start_errors: dict[str, str] = {}
         """By group: the error of the latest start, if it failed."""
         self._failures: dict[str, int] = {}
-        self._due: list[tuple[float, ActorGroup]] = []
+        self._unused_nodes = set[str]()
+        """Ids of the nodes that have joined and cannot be used, although Ray may place actors there."""
+        self._due: list[tuple[float, ActorGroup, bool]] = []
+        """Starts to be repeated: when, of which group, and whether the actor `joins`."""
 
     def start(self, group: ActorGroup, *, joins: bool = False) -> None:
         """Requests one more actor of the group; with `joins`, it is given up if its node cannot be used."""
@@ -90,7 +93,7 @@ class ActorSet:
         now_s = time.monotonic()
         for entry in [e for e in self._due if e[0] <= now_s]:
             self._due.remove(entry)
-            self.start(entry[1])
+            self.start(entry[1], joins=entry[2])
 
     def starting(self) -> list[Any]:
         """References of the answers of starting actors, for `ray.wait` and then `take_answer`."""
@@ -107,24 +110,21 @@ class ActorSet:
         try:
             about: About = ray.get(answer)
         except RayError as error:
-            self.start_errors[name] = cause_of(error)
-            failures = self._failures[name] = self._failures.get(name, 0) + 1
-            wait_s = RESTART_S * 2 ** min(failures - 1, MOST_DOUBLINGS)
-            self._due.append((time.monotonic() + wait_s, self._for_restart(member.group)))
-            self._end(member)
-            logger.warning(
-                "a client actor (%s) could not be started: %s", name, self.start_errors[name], exc_info=error
-            )
+            self._start_later(member, cause_of(error), error)
             return
         try:
             check(about, self._source, self._plugins)
             if about.missing_data and member.fetches:
                 raise RunFailedError(about.missing_data)
         except RunFailedError as error:
-            if not member.joins:
+            if member.joins:
+                self._unused_nodes.add(about.node_id)
+                self._end(member)
+                logger.warning("a node that has joined is not used: %s", error)
+            elif about.node_id in self._unused_nodes:
+                self._start_later(member, str(error), error)
+            else:
                 raise
-            self._end(member)
-            logger.warning("a node that has joined is not used: %s", error)
             return
         if about.missing_data:
             if self._reader is None:
@@ -138,6 +138,16 @@ class ActorSet:
         self.start_errors.pop(name, None)
         self._failures.pop(name, None)
         self.idle[name].append(member)
+
+    def _start_later(self, member: Member, cause: str, error: Exception) -> None:
+        """Ends an actor whose start has failed and repeats the start later."""
+        name = member.group.name
+        self.start_errors[name] = cause
+        failures = self._failures[name] = self._failures.get(name, 0) + 1
+        wait_s = RESTART_S * 2 ** min(failures - 1, MOST_DOUBLINGS)
+        self._due.append((time.monotonic() + wait_s, self._for_restart(member.group), member.joins))
+        self._end(member)
+        logger.warning("a client actor (%s) could not be started: %s", name, cause, exc_info=error)
 
     def is_up(self, group: str) -> bool:
         """Whether any actor of the group is up, idle or busy, or will be as soon as it has fetched its data."""

@@ -6,18 +6,21 @@ import re
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
 from ray import cloudpickle
+from ray.exceptions import ActorDiedError
 
-from fedloom.actors.actor_set import cause_of
-from fedloom.actors.client import PackedResult, RemoteClient, unpack
+from fedloom.actors.actor_set import RESTART_S, ActorSet, cause_of
+from fedloom.actors.client import About, PackedResult, RemoteClient, unpack
 from fedloom.actors.placement import ActorGroup
 from fedloom.actors.pool import ActorPool, Work
 from fedloom.experiments.runs.configuration import compose_config
@@ -376,3 +379,51 @@ def test_an_actor_that_is_made_later_is_checked_too(
             run(pool, planned([Adds(1.0)]), 1)
     finally:
         pool.close()
+
+
+def test_an_actor_that_ray_replaces_on_a_node_that_cannot_be_used_is_started_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, answers = [0.0], deque[About | Exception]()
+
+    def answer(_reference: object) -> About:
+        first = answers.popleft()
+        if isinstance(first, Exception):
+            raise first
+        return first
+
+    about = SimpleNamespace(remote=object)
+    client = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: SimpleNamespace(about=about)))
+    monkeypatch.setattr("fedloom.actors.actor_set.RemoteClient", client)
+    monkeypatch.setattr("fedloom.actors.actor_set.source_of", lambda _spec: "same")
+    monkeypatch.setattr("fedloom.actors.actor_set.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    for name, does in {"put": lambda _: None, "kill": lambda _: None, "get": answer}.items():
+        monkeypatch.setattr(f"fedloom.actors.actor_set.ray.{name}", does)
+    spec: Any = SimpleNamespace(plugins=(), dataset_path="d", partition_path="p")
+    actors, group = ActorSet(spec), ActorGroup("clients", 1, 1.0, 0.0)
+
+    def answers_with(source: str, node_id: str) -> None:
+        answers.append(About(1, "host", node_id, "cpu", 1, source))
+        actors.take_answer(actors.starting()[0])
+
+    actors.start(group)
+    answers_with("same", "first")
+    actors.start(group, joins=True)
+    answers.append(ActorDiedError())
+    actors.take_answer(actors.starting()[0])
+    now_s[0] += RESTART_S
+    actors.start_due()
+    answers_with("other", "second")  # it joins, although its first start has failed
+    assert (len(actors.members), actors.planned()) == (1, 1)
+
+    actors.replace(actors.members[0])
+    answers_with("other", "second")
+    assert (actors.is_up("clients"), actors.planned()) == (False, 1)
+    now_s[0] += 2 * RESTART_S
+    actors.start_due()
+    answers_with("same", "first")
+    assert actors.is_up("clients")
+
+    actors.start(group)
+    with pytest.raises(RunFailedError, match="node host runs fedloom source other"):
+        answers_with("other", "third")
