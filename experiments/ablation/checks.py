@@ -179,10 +179,10 @@ def bundles_of_trial(
     """One bundle per client actor of a trial; the trial's server reserves no CPU.
 
     Without `executor.actors`, there are as many actors as let all `trials` fit at once, but at least one (one for each
-    actor size if tiers have GPU shares). A serial trial gets a CPU per thread, and a whole GPU if any tier has a share.
-    Raises ValueError, which says what is missing, if the cluster cannot hold the trial.
+    actor size if tiers have GPU shares). A serial trial gets a CPU per thread, and a whole GPU if any tier has a share;
+    a dry run gets the CPUs alone. Raises ValueError, which says what is missing, if the cluster cannot hold the trial.
     """
-    if config.executor.kind == "serial":
+    if config.executor.kind == "serial" or config.dry_run:
         whole_gpu = {"GPU": 1.0} if any(t.num_gpus for t in tiers) and not config.dry_run else {}
         bundles: Bundles = ({"CPU": float(config.executor.threads), **whole_gpu},)
     else:

@@ -93,8 +93,8 @@ def tune_trials(
 
 
 def _group(job: Job, pinned: Mapping[str, float], bundles: Bundles) -> tune.PlacementGroupFactory:
-    """The trial's placement group: the server's bundle, then the clients'; a serial run has one bundle for both."""
-    if job.config["executor"]["kind"] == "serial" or job.replay:
+    """The trial's placement group: the server's bundle, then the clients'; a run without actors has one."""
+    if job.config["executor"]["kind"] == "serial" or job.config["dry_run"] or job.replay:
         return tune.PlacementGroupFactory([{**pinned, **bundles[0]}], strategy="PACK")
     return tune.PlacementGroupFactory([dict(pinned), *bundles], strategy="PACK")
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import assume, given, strategies as st
@@ -12,6 +12,8 @@ from hypothesis import assume, given, strategies as st
 from fedloom.actors.placement import bundles_of, groups_of_run
 from fedloom.experiments.ablation import checks
 from fedloom.experiments.ablation.checks import Bundles, Cluster, bundles_of_trial, check_fits, checked_trials
+from fedloom.experiments.ablation.trial import Job
+from fedloom.experiments.ablation.tuning import _group
 from fedloom.experiments.runs.configuration import compose_config
 from fedloom.experiments.store.ablations import Trial
 from fedloom.platform.federation import world as world_module
@@ -26,6 +28,7 @@ from fedloom.platform.federation.config import (
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.fjord import FjordConfig
 from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
+from fedloom.platform.runs.run import RunIdentity
 from fedloom.tiers.tier import Tier, make_tiers
 
 TWO_TIERS = make_tiers([1.0, 2.0])
@@ -98,8 +101,15 @@ def test_a_serial_trial_takes_its_threads() -> None:
     assert need(cluster(8), 3, kind="serial", threads=4) == ({"CPU": 4.0},)
     assert need(cluster((8, 2)), 3, GPU_TIERS, kind="serial") == ({"CPU": 1.0, "GPU": 1.0},), "and a GPU to itself"
     assert "need 1 GPUs at once, the cluster has 0" in refusal(lambda: need(cluster(8), 3, GPU_TIERS, kind="serial"))
-    counted = RunConfig(executor=ExecutorConfig(kind="serial"), dry_run=True)
-    assert bundles_of_trial(counted, GPU_TIERS, 8, cluster(8), 3) == (CPU,)
+
+
+@pytest.mark.parametrize("kind", ["serial", "ray"])
+def test_a_dry_run_takes_no_actors_and_no_gpu(kind: Literal["serial", "ray"]) -> None:
+    config = RunConfig(executor=ExecutorConfig(kind=kind, actors=16), dry_run=True)
+    bundles = bundles_of_trial(config, GPU_TIERS, 8, cluster(1), 3)
+    assert bundles == (CPU,)
+    group = _group(Job(0, asdict(config), RunIdentity()), {"node:here": 0.001}, bundles)
+    assert group.bundles == [{"CPU": 1.0, "node:here": 0.001}]
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
