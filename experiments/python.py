@@ -24,6 +24,7 @@ from fedloom.experiments.ablation.config import (
     PREFIX,
     AblationConfig,
     check_ablation,
+    definition_of,
     load_ablation_config,
 )
 from fedloom.experiments.ablation.plan import plan_of
@@ -45,7 +46,6 @@ from fedloom.platform.results.store import local_root
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.runs.run_files import sources_of
 from fedloom.platform.runs.source_code import plugin_sources
-from fedloom.platform.settings import validated
 from fedloom.platform.words import naming, shown
 
 if TYPE_CHECKING:
@@ -181,9 +181,9 @@ def _definition(
         raise ValueError(f"over={[*(over or {})]}: two of these keys have the same ending: vary named settings")
     axes |= (ablation or {}).get("axes", {})
     values = {**(ablation or {}), "axes": axes, **({} if seeds is None else {"seeds": list(seeds)})}
-    definition: AblationConfig = validated(AblationConfig, values, PREFIX)
+    definition = definition_of(values)
     check_ablation(definition)
-    return re.sub(r"[^A-Za-z0-9_.+-]", "_", "-".join(axes))[:40], definition, f"over={[*(over or {})]}"
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", "-".join(definition.axes))[:40], definition, f"over={[*(over or {})]}"
 
 
 def _axis(names: Names, key: str, values: Any) -> tuple[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -121,11 +121,30 @@ def load_ablation_config(preset: str, overrides: Sequence[str] = ()) -> tuple[st
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"ablation={preset}: {path} cannot be read as YAML: {_first_line(error)}") from error
     try:
-        config = validated(AblationConfig, values, PREFIX)
+        config = definition_of(values)
     except ValueError as error:
         raise ValueError(f"ablation={preset}: {error}") from error
     check_ablation(config)
     return name, config
+
+
+def definition_of(values: Any) -> AblationConfig:
+    """The definition with these values, whose names of axes and settings may be numbers, as YAML reads 1.
+
+    Raises ValueError in one line for an unknown key or a value out of range.
+    """
+    return validated(AblationConfig, _with_text_names(values, PREFIX), PREFIX)
+
+
+def _with_text_names(values: Any, prefix: str, depth: int = 5) -> Any:
+    """Values whose names are text down to the keys of settings: ablation.axes.AXIS.settings.SETTING.KEY."""
+    if not depth or not isinstance(values, Mapping):
+        return values
+    for name in values:
+        if isinstance(name, bool):
+            word = "yes, on or true" if name else "no, off or false"
+            raise ValueError(f"{prefix}{str(name).lower()}: a name that is {word} must be in quotes")
+    return {str(name): _with_text_names(value, f"{prefix}{name}.", depth - 1) for name, value in values.items()}
 
 
 def _own(overrides: Sequence[str]) -> Any:

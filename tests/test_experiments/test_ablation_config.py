@@ -60,6 +60,13 @@ def test_axes_and_settings_keep_their_order(written: Written) -> None:
     assert config.axes["a"].values == [2, 1]
 
 
+def test_names_may_be_numbers(written: Written) -> None:
+    text = "axes: {1: {settings: {2: {a: {3: 4}}, 0.5: {5: 6}}}, b: {key: c, values: [{7: 8}]}}"
+    _, config = load_ablation_config(written(text))
+    assert config.axes["1"].settings == {"2": {"a": {3: 4}}, "0.5": {"5": 6}}
+    assert config.axes["b"].values == [{7: 8}]
+
+
 def test_overrides_change_the_ablation_itself() -> None:
     overrides = [
         "ablation.seeds=[1,2,3]",
@@ -123,6 +130,10 @@ FILES = {
     "values without a key": ("axes: {a: {values: [1]}}", "ablation.axes.a: give a key with its values, or settings"),
     "settings with a key": ("axes: {a: {key: x, settings: {b: {x: 1}}}}", "ablation.axes.a: give a key with its val"),
     "setting of nothing": ("axes: {a: {settings: {b: }}}", "axes.a.settings.b=null: must be a dict"),
+    "name that is a truth value": (
+        "axes: {a: {settings: {yes: {x: 1}, no: {x: 2}}}}",
+        "ablation.axes.a.settings.true: a name that is yes, on or true must be in quotes",
+    ),
     "value twice": ("axes: {a: {key: x, values: [0.5, [1], 0.5]}}", "ablation.axes.a.values: 0.5 is there twice"),
     "whole and real": ("axes: {a: {key: x, values: [1, 1.0]}}", "ablation.axes.a.values: 1.0 is there twice"),
     "zero and false": ("axes: {a: {key: x, values: [0, false]}}", "ablation.axes.a.values: false is there twice"),
