@@ -112,7 +112,8 @@ def read(text: str) -> Override:
             ) from error
         if isinstance(error, HydraException):
             why = shown(first_line(error), most=100)
-            raise ValueError(f"{shown(text)} cannot be read ({why}): give key=value, a list as [1,2]") from error
+            advice = f"give key=value, a list as [1,2], or the value in quotes: {key}='\"...\"'"
+            raise ValueError(f"{shown(text)} cannot be read ({why}): {advice}") from error
         raise ValueError(f"{shown(text)}: the value is too large or nested too deeply") from error
 
 
@@ -123,7 +124,10 @@ def _numbers_quoted(value: str) -> str:
 
 
 def override_text(value: Any) -> str:
-    """Formats a value for `key=value`, so that `read` gives it again."""
+    """Formats a value for `key=value`, so that `read` gives it again.
+
+    Raises ValueError for a mapping with a name that cannot be written so, such as the text 1.
+    """
     if isinstance(value, str):
         plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value)
         if plain and value.lower() not in ("null", "true", "false", "inf", "nan"):
@@ -134,10 +138,25 @@ def override_text(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)  # JSON spells infinity and NaN differently
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{override_text(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{_name_text(k)}:{override_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, Sequence):
         return "[" + ",".join(override_text(v) for v in value) + "]"
     return json.dumps(value)
+
+
+def _name_text(name: Any) -> str:
+    """Formats a name inside a mapping, which Hydra takes with backslashes and without quotes."""
+    text = re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(name))
+    try:
+        (same,) = read(f"key={{{text}:0}}").value
+    except ValueError:
+        same = None
+    if same != name or type(same) is not type(name):
+        raise ValueError(
+            f"{name!r} cannot be a name inside a mapping: give a word of plain letters that is not a number, true, "
+            "false or null"
+        )
+    return text
 
 
 def last_values(overrides: Sequence[str]) -> list[str]:

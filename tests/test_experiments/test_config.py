@@ -213,6 +213,7 @@ def test_what_may_change_on_resume_is_checked_too(override: str, message: str) -
         ("executor.actors=", "executor.actors=: must be an int or null"),
         ("executor.actors=1,2", "executor.actors=1,2: give one value; a list is"),
         ("tags=[a", r"tags=\[a cannot be read .*a list as \[1,2\]"),
+        ("results=~/x", r"results=~/x cannot be read .*, or the value in quotes: results='\"\.\.\.\"'$"),
         ("tags=paper", "tags=paper: must be a list\\[text\\]"),
         ("ray.adress=auto", "unknown configuration key 'ray.adress'; did you mean 'ray.address'"),
         ("nmae=x", "unknown configuration key 'nmae'; did you mean 'name'"),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given, settings, strategies as st
 
@@ -31,10 +32,23 @@ VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionari
 @example('C:\\data\\"x"\\')
 @example([math.inf, -math.inf, 1e-7, 1e16, -0.001, -3])
 @example({"a": {"b": [None, True, "x y"]}, "c": []})
+@example({"a:b": 1, " x=(1), [y] {z}\\": 2, "1a": 3, "a.b/c-1": 4})
 def test_a_value_survives_being_an_override(value: Any) -> None:
     override = OverridesParser.create().parse_override(f"key={override_text(value)}")
     assert plain(override.value()) == value
     assert repr(plain(override.value())) == repr(value), "of the same kind, too"
+
+
+def test_numbers_are_names_of_a_mapping() -> None:
+    assert override_text({7: "a", 0.5: "b", True: "c"}) == "{7:a,0.5:b,True:c}"
+
+
+@pytest.mark.parametrize("name", ["1", "1.5", "true", "null", "", "é", 'a"b', None])
+def test_a_name_that_would_be_read_as_another_is_refused(name: str | None) -> None:
+    with pytest.raises(
+        ValueError, match="cannot be a name inside a mapping: give a word of plain letters that is not a number"
+    ):
+        override_text({"outer": {name: 1}})
 
 
 def plain(value: Any) -> Any:
