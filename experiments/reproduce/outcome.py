@@ -103,7 +103,7 @@ def outcome_of(item: Item, asked: Asked, results: Path, *, recorded: bool = Fals
     # Otherwise a wrong word in an item would look like runs that are not done yet.
     empty = [f"{name}: no run has a value of it" for name in read if all_done and not values[name].values]
     regimes, judged = verdicts(item, asked.scale, values, [*scale.settings], scale.seeds)
-    if record is not None and record.claims:
+    if record is not None and record.claims is not None:
         judged = [replace(v, is_changed=claim_hash(v.claim, item) not in record.claims) for v in judged]
     return Outcome(
         item=item,

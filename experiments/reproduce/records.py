@@ -69,7 +69,8 @@ class Record:
         runs: how many of the item's runs are in it, and how many the item has.
         computed: a hash of what the runs of these ablations compute, with the presets' content.
         reads: a hash of how the quantities with values are read.
-        claims: a hash of each claim that was made before values that judge it were recorded; earlier records have none.
+        claims: a hash of each claim that was made before values that judge it were recorded; None in records written
+            before there were hashes.
         seeds: the seeds of the runs.
         code: the commits, versions and processors with which the runs were computed, as text.
         day: when it was recorded, as 2026-11-23.
@@ -86,7 +87,7 @@ class Record:
     hours: float
     values: Mapping[str, Values]
     earlier: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    claims: tuple[str, ...] = ()
+    claims: tuple[str, ...] | None = None
     seeds: tuple[int, ...] = ()
     code: tuple[str, ...] = ()
 
@@ -192,7 +193,7 @@ def read_record(file: Path) -> Record:
         }
         done, planned = map(int, known.pop("runs"))
         ablations = tuple(map(str, known.pop("ablations")))
-        claims, code = (tuple(map(str, known.pop(name, ()))) for name in ("claims", "code"))
+        claims, code = known.pop("claims", None), tuple(map(str, known.pop("code", ())))
         seeds = tuple(map(int, known.pop("seeds", ())))
         if not ablations or not 0 < done <= planned:
             raise ValueError("it has no runs")
@@ -203,7 +204,7 @@ def read_record(file: Path) -> Record:
             hours=hours,
             day=day,
             values=values,
-            claims=claims,
+            claims=None if claims is None else tuple(map(str, claims)),
             seeds=seeds,
             code=code,
             **known,
@@ -427,7 +428,7 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
         hours=float(f"{hours:.3g}"),
         values=values,
         earlier=earlier,
-        claims=tuple(_claims_made_before(item, asked, known)),
+        claims=_claims_made_before(item, asked, known),
         seeds=scale.seeds,
         code=tuple(dict.fromkeys([*(() if others is None else others.code), *code])),
     )
@@ -442,17 +443,24 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     return file
 
 
-def _claims_made_before(item: Item, asked: Asked, known: Record | None) -> Iterator[str]:
-    """The hashes of the claims that were as they are before any value that judges them was recorded."""
+def _claims_made_before(item: Item, asked: Asked, known: Record | None) -> tuple[str, ...] | None:
+    """The hashes of the claims that were as they are before any value that judges them was recorded.
+
+    None if the known record has no hashes: nobody can say which claims have changed since.
+    """
     claims = {claim_hash(claim, item): claim for claim in item.claims}
-    if known is None or not known.claims:  # records without hashes do not say which claims have changed
-        yield from claims
-        return
+    if known is None:
+        return tuple(claims)
+    recorded = known.claims
+    if recorded is None:
+        return None
     scale = item.scales[asked.scale]
     before = measured(item, scale, [], known.values)
-    for text, claim in claims.items():
-        if text in known.claims or verdict(claim, before, item, [*scale.settings], scale.seeds).state == NOT_RUN:
-            yield text
+    return tuple(
+        text
+        for text, claim in claims.items()
+        if text in recorded or verdict(claim, before, item, [*scale.settings], scale.seeds).state == NOT_RUN
+    )
 
 
 def _runs_with_values(record: Record) -> set[tuple[str, int]]:

@@ -427,6 +427,26 @@ def test_a_record_keeps_its_values_when_an_item_runs_more(command: Command, resu
     assert (code, "has 9 runs, this folder 3: delete the file" in err) == (2, True)
 
 
+def test_no_claim_is_recorded_as_older_than_its_values_if_it_was_made_later(
+    command: Command, results: Path, own: Path
+) -> None:
+    assert command(str(own), "--record", "--show", "--results", str(results))[0] == 0
+    (file,) = own.parent.glob("recorded/*")
+    content = json.loads(file.read_bytes())
+    shown = (str(own), "--show", "--recorded", "--results", str(own.parent / "elsewhere"))
+    assert [claim["changed_since"] for claim in read(command, *shown)["claims"]] == [False] * 3
+    # All claims were made after the values, or nobody knows: each stays so however often the runs are recorded.
+    for claims, changed in (([], True), (None, False)):
+        file.write_text(json.dumps({**content, "claims": claims}))
+        for _ in range(2):
+            assert command(str(own), "--record", "--show", "--results", str(results))[0] == 0
+            assert json.loads(file.read_bytes())["claims"] == claims
+            assert [claim["changed_since"] for claim in read(command, *shown)["claims"]] == [changed] * 3
+    del content["claims"]
+    file.write_text(json.dumps(content))
+    assert read_record(file).claims is None
+
+
 def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, results: Path, own: Path) -> None:
     assert command(str(own), "--record", "--show", "--results", str(results))[0] == 0
     (file,) = own.parent.glob("recorded/*")
