@@ -16,7 +16,7 @@ from fedloom.experiments.analysis.outcomes import (
     OUTCOMES,
     by_model,
     client_values,
-    final_model,
+    of_final_model,
     outcomes,
     per_model,
 )
@@ -387,8 +387,7 @@ def unit_values(tables: Tables, metric: str, over: str, each: str) -> pd.DataFra
         raise ValueError(f"over={over!r} compares accuracy{' or loss' if over == CLIENTS else ''}, not {metric}")
     rows = _of_clients(tables, metric) if over == CLIENTS else _of_samples(tables)
     if each == "run":
-        final = {run_id: final_model(of_run) for run_id, of_run in rows.groupby("run_id")}
-        rows = rows[rows["model"] == rows["run_id"].map(final)]
+        rows = of_final_model(rows)
         if len(rows.drop_duplicates(["run_id", "tier", "subnet"])) > rows["run_id"].nunique():
             raise ValueError("runs with several models have no single model to test over samples: use each='model'")
         rows = rows.assign(model=FINAL, tier=ALL_TIERS)

@@ -170,6 +170,12 @@ def final_model(frame: pd.DataFrame) -> str:
     return next(iter([*last, *(m for m in models if m not in _BESIDE), *models]), "")
 
 
+def of_final_model(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each run's own final model (see `final_model`): methods call theirs by different names."""
+    final = {run_id: final_model(of_run) for run_id, of_run in frame.groupby("run_id")}
+    return frame[frame["model"] == frame["run_id"].map(final)]
+
+
 def outcomes(tables: Tables) -> pd.DataFrame:
     """One row per run: the quality of its final models (see `final_model`), and what the run cost.
 

@@ -30,7 +30,7 @@ from fedloom.experiments.analysis.ablation import (
     references,
     values_of,
 )
-from fedloom.experiments.analysis.outcomes import MODEL_KEY, final_model, outcomes
+from fedloom.experiments.analysis.outcomes import MODEL_KEY, final_model, of_final_model, outcomes
 from fedloom.experiments.analysis.rounds import convergence, megabytes, simulated_hours, steps
 from fedloom.experiments.analysis.settings import FEWEST, SEEDS, Estimate, is_absent, spread
 from fedloom.experiments.analysis.subnets import labels_of
@@ -326,8 +326,8 @@ def macs_figure(study: Study) -> Figure | None:
     seeds. None if no model was evaluated. Source: SuperFed, Fig. 5.
     """
     known = study.evaluated()
-    family = known[known["subnet"] != ""]
-    known = family if len(family) else known[known["model"] == final_model(known)]
+    has_family = known.groupby("run_id")["subnet"].transform(lambda subnets: (subnets != "").any()).astype(bool)
+    known = pd.concat([known[has_family & (known["subnet"] != "")], of_final_model(known[~has_family])])
     rows_of = {}
     for axis in study.axes:
         rows, macs = (marginal(known, study.ablation, axis, measure) for measure in (METRIC, "macs"))
@@ -375,13 +375,13 @@ def metric_figure(study: Study) -> Figure | None:
     reference.
     """
     known, ablation = study.evaluated(), study.ablation
-    models, final = shown_models([str(model) for model in known["model"]]), final_model(known)
+    models = shown_models([str(model) for model in known["model"]])
     of_models = dict(zip(models, zip(model_colours(models).values(), cycle(MARKERS), strict=False), strict=False))
     panels = []
     for axis in study.axes:
         crossed = next(iter(companions(study, axis)), None)
         by = [axis, crossed or "model"]
-        chosen = known if crossed is None else known[known["model"] == final]
+        chosen = known if crossed is None else of_final_model(known)
         rows = over_seeds(holding(chosen, held(ablation, *by)), METRIC, by)
         if len(rows):
             panels.append((axis, crossed, rows))
@@ -438,7 +438,7 @@ def crossed_figure(study: Study) -> Figure | None:
         return metric_figure(study)
     (first, second, *others), known = study.axes, study.evaluated()
     axis_names = [first, second, *others[:1]]
-    known = holding(known[known["model"] == final_model(known)], held(study.ablation, *axis_names))
+    known = holding(of_final_model(known), held(study.ablation, *axis_names))
     rows = over_seeds(known, METRIC, axis_names)
     return _crossed(study, rows, axis_names, study.values(second), "mean test accuracy (%)")
 
@@ -452,7 +452,7 @@ def differences_figure(study: Study, axis: str) -> Figure | None:
     along, *others = companions(study, axis) or [axis]
     axis_names = [along, axis, *others[:1]]
     known = study.evaluated()
-    known = holding(known[known["model"] == final_model(known)], held(study.ablation, *axis_names))
+    known = holding(of_final_model(known), held(study.ablation, *axis_names))
     by = [name for name in axis_names if name != axis]
     rows = differences(known, study.ablation, axis, by) if len(known) else known.assign(n=0)
     if not (rows["n"] > 1).any():
@@ -569,7 +569,9 @@ def stages_figure(study: Study) -> Figure | None:
     if scored.empty:
         return None
     known = chosen.dropna(subset=[METRIC, "model"])
-    tested = by_setting(known[known["model"] == final_model(known)], METRIC, axis_names)
+    final = of_final_model(known)
+    tested = by_setting(final, METRIC, axis_names)
+    names = " or ".join(map(model_name, shown_models([str(model) for model in final["model"]])))
     columns = study.values(first)
     figure = new_figure((1.0 + 4.0 * max(len(columns), 1.5), 7.2))
     grid = figure.subplots(2, len(columns), squeeze=False, sharey="row", height_ratios=(1.35, 1))
@@ -579,7 +581,7 @@ def stages_figure(study: Study) -> Figure | None:
         quiet(upper, xlabel="steps", ylabel="" if i else "validation accuracy (%)")
         heading(upper, f"{first}={value_text(value)}", pad=18)  # leaves room for the names of the phases
         _bars(lower, tested[tested[first] == value], second, study)
-        label = "" if i else f"test accuracy, {model_name(final_model(known)) or 'none yet'} (%)"
+        label = "" if i else f"test accuracy, {names or 'none yet'} (%)"
         quiet(lower, ylabel=label)
         lower.grid(False, axis="x")
         lower.set_ylim(_bar_floor([tested]), 101)

@@ -1,5 +1,8 @@
 """Figures of ablations, on small tables of planted numbers: lines of two axes, megabytes, legends that fit."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,7 +14,9 @@ from fedloom.experiments.report.ablation import (
     bytes_figure,
     crossed_figure,
     differences_figure,
+    macs_figure,
     metric_figure,
+    stages_figure,
     study_of,
 )
 from fedloom.experiments.report.axes import scale_of
@@ -75,6 +80,38 @@ def test_names_are_points_below_each_other_with_a_colour_per_value_of_the_other_
     assert points[0].get_xdata() == pytest.approx([75.0, 77.0, 78.0])
     assert beta.get_xlabel() == "beta_0"
     assert [part.legends[0].get_title().get_text() for part in figure.subfigs] == ["decay_share", "beta_0", "beta_0"]
+
+
+def drawn(figure: Figure | None) -> list[float]:
+    """The numbers of all lines and bars."""
+    assert figure is not None
+    lines = [number for axes in figure.axes for line in axes.lines for number in line.get_xydata().ravel()]
+    return [*lines, *(bar.get_height() for axes in figure.axes for bar in axes.patches)]
+
+
+def with_two_names(study: Study, **of_fedavg: str) -> Study:
+    """The study with `fine_tuned` as the final model, and `fedavg` as that of the trials with a constant decay."""
+    frame = study.frame.assign(model="fine_tuned")
+    frame.loc[frame["decay"] == "constant", ["model", *of_fedavg]] = ["fedavg", *of_fedavg.values()]
+    return replace(study, frame=frame)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [crossed_figure, metric_figure, stages_figure, lambda study: differences_figure(study, "decay")],
+    ids=["crossed", "metric", "stages", "differences"],
+)
+def test_trials_whose_final_model_has_another_name_are_drawn(study: Study, draw: Callable[..., Figure | None]) -> None:
+    assert drawn(draw(with_two_names(study))) == pytest.approx(drawn(draw(study)))
+
+
+def test_networks_without_a_family_stand_beside_families(study: Study) -> None:
+    figure = macs_figure(with_two_names(study, subnet=""))
+    assert figure is not None
+    constant, linear, _ = (line for line in figure.axes[1].lines if line.get_linewidth() == 1.7)
+    # The mean of 70, 74, ..., 86 %, less 3 for a constant decay, and the subnets of 69, 73, ..., 85 % for a linear one.
+    assert constant.get_ydata() == pytest.approx([75.0])
+    assert linear.get_ydata() == pytest.approx([69.0, 73.0, 77.0, 81.0, 85.0])
 
 
 @pytest.mark.parametrize(
