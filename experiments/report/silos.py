@@ -136,7 +136,7 @@ def summary_block(
     rows = tuple(
         (
             *(summary.setting.name, summary.method, dataset)[: len(labels)],
-            *(with_interval(summary.values[key], write) for key, _, write, _ in columns),
+            *(with_interval(summary.values[key], write, summary.setting.num_seeds) for key, _, write, _ in columns),
         )
         for summary, dataset in zip(summaries, datasets, strict=True)
     )

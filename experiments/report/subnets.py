@@ -110,7 +110,7 @@ def subnet_block(summary: SubnetSummary, *, wide: bool) -> Block:
     rows = []
     for s in summary.subnets:
         choices = (s.label, ABSENT) if s.architecture is None else (decode(s.architecture), s.architecture)
-        values = (with_interval(s.values[key], write) for key, _, write in columns)
+        values = (with_interval(s.values[key], write, summary.setting.num_seeds) for key, _, write in columns)
         rows.append((s.target or s.label, *(choices if wide else ()), *values))
     kinds = "; ".join(KINDS[model] for model in dict.fromkeys(s.model for s in summary.subnets))
     text = [

@@ -174,9 +174,9 @@ def _narrow(name: str) -> str:
     return name.replace("supernet", "super").replace(" ", "\n", 1).replace("-", "-\n", 1)
 
 
-def cell(column: Column, tier: TierSummary) -> str:
+def cell(column: Column, tier: TierSummary, num_seeds: int = 0) -> str:
     """The formatted value over seeds; see `with_interval`."""
-    return with_interval(tier.values.get(column.key), column.write)
+    return with_interval(tier.values.get(column.key), column.write, num_seeds)
 
 
 def tasks_text(setting: Setting) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ def tier_block(summary: Summary, tables: Tables) -> Block:
             architecture = words if words == architecture else f"{words} ({architecture})"
         elif tier.values.get("macs") is not None and len(summary.setting.run_ids) > 1:
             architecture = "differs"
-        rows.append((tier.tier, architecture or ABSENT, *(cell(c, tier) for c in columns)))
+        rows.append((tier.tier, architecture or ABSENT, *(cell(c, tier, summary.setting.num_seeds) for c in columns)))
     texts = (over_runs(summary.setting), *tasks_text(summary.setting))
     return Block(f"Tiers: {summary.setting.name}", tuple(map(sentence, texts)), heads, tuple(rows))
 
@@ -226,7 +226,7 @@ def narrow_tier_block(summary: Summary) -> Block:
     """One row per tier for a terminal; fits into 80 characters for a run with four tiers."""
     columns = columns_of(summary)
     heads = ("tier", *(c.short for c in columns))
-    rows = tuple((t.tier, *(cell(c, t) for c in columns)) for t in summary.tiers)
+    rows = tuple((t.tier, *(cell(c, t, summary.setting.num_seeds) for c in columns)) for t in summary.tiers)
     return Block(f"{summary.setting.name}: {over_runs(summary.setting)}", legend(summary), heads, rows, labels=1)
 
 

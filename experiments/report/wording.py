@@ -86,20 +86,24 @@ def count(value: Any) -> str:
     return f"{float(value):.0f}" if float(value).is_integer() else f"{float(value):.1f}"
 
 
-def with_interval(value: Estimate | None, write: Write) -> str:
-    """The mean with its interval, or the values of one or two seeds; one number if all seeds have the same value."""
+def with_interval(value: Estimate | None, write: Write, num_seeds: int = 0) -> str:
+    """The mean with its interval, or the values of one or two seeds; one number if all seeds have the same value.
+
+    Fewer values than `num_seeds` are counted behind it: the text above the table says how many seeds there are.
+    """
     if value is None:
         return ABSENT
+    counted = f" (n = {value.runs})" if value.runs < num_seeds else ""
     if value.half_width is None:
-        return ", ".join(dict.fromkeys(map(write, value.values)))
+        return ", ".join(dict.fromkeys(map(write, value.values))) + counted
     if value.half_width <= ROUNDING * abs(value.mean):
-        return write(value.mean)
-    return f"{write(value.mean)} ± {write(value.half_width).removeprefix('+')}"
+        return write(value.mean) + counted
+    return f"{write(value.mean)} ± {write(value.half_width).removeprefix('+')}{counted}"
 
 
-def mean_over_seeds(rows: pd.DataFrame, column: str, write: Write) -> str:
+def mean_over_seeds(rows: pd.DataFrame, column: str, write: Write, num_seeds: int = 0) -> str:
     """A column over the rows' `seeds`; see `with_interval`."""
-    return with_interval(estimate_by_seed(rows[column], rows[SEEDS]), write)
+    return with_interval(estimate_by_seed(rows[column], rows[SEEDS]), write, num_seeds)
 
 
 STAGE_NAMES = {

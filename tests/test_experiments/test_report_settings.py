@@ -40,6 +40,7 @@ def write_run(
     weighting: str = "opa",
     stem: int = 8,
     sent: int = 100,
+    is_tested: bool = True,
 ) -> None:
     """A run of FedorAS with two tiers: every accuracy is `accuracy`, every round sends `sent` bytes each way."""
     writer = RunWriter.create(root, experiment, run_id)
@@ -60,7 +61,7 @@ def write_run(
             values = {"macs": 100 * stem + i, "parameters": 7, "metric": accuracy - 0.01 * i, "feasible": True}
             writer.add("candidates", **place, **values, on_front=i == 0)
         _add_rounds(writer, f"fine_tuned/{tier}", accuracy, sent)
-        for client_id in (None, 0, 1):
+        for client_id in (None, 0, 1) if is_tested else ():
             place = {"stage": "evaluation", "round": 0, "model": "fine_tuned", "tier": tier, "architecture": "0-0"}
             scored = {"split": "test", "metric": "accuracy", "value": accuracy, "samples": 10}
             writer.add("evaluations", **place, **scored, client_id=client_id)
@@ -162,6 +163,19 @@ def test_a_seed_that_was_run_twice_weighs_as_much_as_one_that_was_run_once(tmp_p
     said = "values of 2 seeds (3 runs; a repeated seed counts once, with its mean)"
     assert said in shown(tmp_path, runs)
     assert said in page_of(tmp_path, runs)
+
+
+def test_a_value_that_some_seeds_lack_says_how_many_have_it(tmp_path: Path) -> None:
+    for seed in (1, 2, 3, 4):
+        write_run(tmp_path, f"r{seed}", seed, 0.4 + 0.1 * seed, is_tested=seed < 4)
+    runs = [f"r{seed}" for seed in (1, 2, 3, 4)]
+    page = page_of(tmp_path, runs)
+    assert "Mean ± 95 % interval (Student's t) over 4 runs." in page
+    # The search has ended in all runs, the final evaluation in three: 50, 60, 70 %, Student's t of 2 degrees is 4.30.
+    assert rows_of(page, "Tiers: demo")[0][4:7] == ["7", "65.0 ± 20.5", "60.0 ± 24.8 (n = 3)"]
+    assert "60.0 ± 24.8 (n = 3)" in shown(tmp_path, runs)
+    assert "(n = 2)" in page_of(tmp_path, runs[1:])
+    assert "(n =" not in page_of(tmp_path, runs[:3])
 
 
 def test_fairness_and_communication_go_by_setting(tmp_path: Path) -> None:
