@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedloom.experiments.analysis.tables import Tables, configuration, kind_of, name_of
+from fedloom.experiments.analysis.tables import Tables, configuration, kind_of, name_of, natural
 from fedloom.platform.plugins import called
 
 DATA_PLACES = ("data.root", "data.cache", "data.download")
@@ -280,17 +280,21 @@ def seeds_of(tables: Tables, run_id: str) -> str:
 
 
 def by_seed(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
-    """The means of the measures per distinct `seeds`."""
-    return rows.groupby(SEEDS, sort=True)[list(measures)].mean()
+    """The means of the measures per distinct `seeds`, seed 9 before seed 10."""
+    means = rows.groupby(SEEDS)[list(measures)].mean()
+    return means.loc[sorted(means.index, key=natural)]
 
 
 def estimate_by_seed(values: Iterable[Any], seeds: Iterable[str]) -> Estimate | None:
-    """Mean and interval over distinct seeds; `seeds` holds the seed of each value. None if all values are absent."""
+    """Mean and interval over distinct seeds; `seeds` holds the seed of each value. None if all values are absent.
+
+    The estimate's values are in the order of the seeds, seed 9 before seed 10.
+    """
     known: dict[str, list[float]] = {}
     for value, seed in zip(values, seeds, strict=True):
         if not is_absent(value):
             known.setdefault(seed, []).append(float(value))
-    return estimate(math.fsum(repeats) / len(repeats) for repeats in known.values())
+    return estimate(math.fsum(known[seed]) / len(known[seed]) for seed in sorted(known, key=natural))
 
 
 def spread(rows: pd.DataFrame, by: Sequence[str], value: str) -> pd.DataFrame:

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fedloom.experiments import analysis
-from fedloom.experiments.analysis.settings import estimate, estimate_by_seed, settings_of, spread
+from fedloom.experiments.analysis.settings import by_seed, estimate, estimate_by_seed, settings_of, spread
 from fedloom.platform.plugins import called
 from fedloom.platform.results.writer import RunWriter
 
@@ -90,6 +90,15 @@ def test_a_spread_over_seeds_averages_the_runs_of_a_seed_first() -> None:
     assert known is not None
     assert known.values == pytest.approx((0.3, 0.8))
     assert estimate_by_seed([None], ["s1"]) is None
+
+
+def test_values_by_seed_are_in_the_order_of_the_seeds_as_numbers() -> None:
+    seeds = [json.dumps({"training": seed}) for seed in (10, 9, 2)]
+    known = estimate_by_seed([0.1, 0.9, 0.2], seeds)
+    assert known is not None
+    assert known.values == (0.2, 0.9, 0.1)
+    rows = pd.DataFrame({"seeds": seeds, "value": [0.1, 0.9, 0.2]})
+    assert by_seed(rows, ["value"])["value"].tolist() == [0.2, 0.9, 0.1]
 
 
 def test_diverged_perplexities_have_an_interval() -> None:
