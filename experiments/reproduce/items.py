@@ -770,6 +770,7 @@ def _check_quantities(item: Item, where: str) -> None:
                 entry = f"{where}: quantities: {name}: "
                 _check_known([operand.quantity], above, "quantity above it", entry)
                 _check_known(filter(None, [operand.setting]), settings, "setting", entry)
+            _check_sides(item, quantity.source.first, quantity.source.second, entry)
         elif quantity.source is not None and item.missing:
             raise ValueError(f"{item.name}: {name} is measured, but missing says that it cannot be run")
         above.append(name)
@@ -795,6 +796,35 @@ def _check_claims(item: Item, where: str) -> None:
                     raise ValueError(
                         f"{entry}: {operand.quantity} is only published: a claim compares what is measured"
                     )
+            if isinstance(check, Comparison):
+                _check_sides(item, check.operand, check.other, f"{entry}: ")
+
+
+def _check_sides(item: Item, first: Operand, second: Operand, where: str) -> None:
+    """Raises ValueError if only the second operand has a value per setting, or place: it is read where the first is."""
+    for what in ("setting", "place"):
+        if _is_by(what, first, item) is False and _is_by(what, second, item):
+            raise ValueError(
+                f"{where}{first.quantity} in one {what} is compared with {second.quantity} in every one: turn them "
+                f"round, or name the {what} of {second.quantity}"
+            )
+
+
+def _is_by(what: str, operand: Operand, item: Item) -> bool | None:
+    """Whether an operand has a value per setting, or per place; None for places of what is yet to be counted."""
+    quantity = item.quantities[operand.quantity]
+    if getattr(operand, what) is not None:
+        return False
+    match quantity.source:
+        case Combined(kind="tau") if what == "place":
+            return False
+        case Combined(first=first):
+            return _is_by(what, first, item)
+        case Read(place=place):
+            return what == "setting" or place != ""
+        case Counted():
+            return True if what == "setting" else None
+    return any(setting if what == "setting" else place for setting, place in quantity.published)
 
 
 def _check_known(names: Iterable[str], known: Sequence[str], what: str, where: str = "") -> None:

@@ -99,6 +99,20 @@ def test_a_mistake_is_one_line(load: Load, place: str, value: Any, said: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("what", ["setting", "place"])
+def test_one_value_is_not_compared_with_those_of_all_settings_or_places(load: Load, what: str) -> None:
+    """The second side is read where the first one is, and would have no value there; turned round, it has."""
+    one, a = {"of": "a", what: "s"}, values()["quantities"]["a"]
+    load("claims", [{"text": "x", "less": {"of": "a", "than": one}}])
+    load("quantities/b", {"ratio": ["a", one]})
+    with pytest.raises(ValueError, match=f"claims 1: a in one {what} is compared with a in every one: turn them round"):
+        load("claims", [{"text": "x", "greater": {"of": one, "than": "a"}}])
+    with pytest.raises(ValueError, match=f"quantities: b: a in one {what} .*, or name the {what} of a"):
+        load("quantities/b", {"ratio": [one, "a"]})
+    with pytest.raises(ValueError, match=f"quantities: c: b in one {what} is compared with a in every one"):
+        load("quantities", {"a": a, "b": {"difference": [one, one]}, "c": {"ratio": ["b", "a"]}})
+
+
 def test_no_number_is_chosen_by_test_data(load: Load) -> None:
     read = {"from": "evaluations", "value": "value", "reduce": "max", "where": {"metric": "accuracy"}}
     with pytest.raises(ValueError, match="give the split in where"):
