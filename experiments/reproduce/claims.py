@@ -279,7 +279,7 @@ def _findings(check: Check, measured: Mapping[str, Measured], item: Item, settin
         elif bounds is None:
             yield Finding(spot, NOT_RUN, interval, "no published number")
         else:
-            yield _within(spot, interval, *bounds)
+            yield _within(spot, interval, *bounds, is_strict=isinstance(check, Greater | Less))
 
 
 def _bounds(check: Check, published: float | None) -> tuple[float, float] | None:
@@ -324,14 +324,14 @@ def _settings(check: Check, quantity: Measured, settings: Sequence[str]) -> list
     return [""] if is_fixed else [*(check.settings or settings)]
 
 
-def _within(spot: Spot, interval: Interval, least: float, greatest: float) -> Finding:
+def _within(spot: Spot, interval: Interval, least: float, greatest: float, *, is_strict: bool) -> Finding:
     """Shown if the whole interval lies in the bounds, contradicted if none of it does.
 
-    A value of exactly 0 does not meet a one-sided bound at 0: the bound must be exceeded.
+    If `is_strict`, a difference of exactly 0 does not meet a one-sided bound at 0: the bound must be exceeded.
     """
     if interval.low is None or interval.high is None:
         return Finding(spot, NOT_SHOWN, interval, FEW_SEEDS)
-    if interval.low == interval.high == 0 and (least, greatest) in ((0, math.inf), (-math.inf, 0)):
+    if is_strict and interval.low == interval.high == 0 and (least, greatest) in ((0, math.inf), (-math.inf, 0)):
         return Finding(spot, NOT_SHOWN, interval, "no difference")
     if interval.low == interval.high:  # a value without spread that only rounding keeps off a limit is on it
         least, greatest = (
@@ -378,4 +378,4 @@ def _monotone(check: Monotone, quantity: Measured, settings: Sequence[str]) -> I
                 yield Finding(spot, NOT_RUN, None, NO_VALUE)
             else:
                 rises = check.direction == "increasing"
-                yield _within(spot, interval, *((0.0, math.inf) if rises else (-math.inf, 0.0)))
+                yield _within(spot, interval, *((0.0, math.inf) if rises else (-math.inf, 0.0)), is_strict=True)

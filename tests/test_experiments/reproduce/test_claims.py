@@ -119,6 +119,18 @@ def test_rounding_neither_shows_nor_contradicts_a_claim() -> None:
     assert judged({"at_most": {"of": "a", "value": 7}}, {"a": exact}).state == "shown"
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_zero_is_at_most_and_at_least_zero_but_no_difference(is_exact: bool) -> None:
+    zeros = seen({("s", "t"): [0.0, 0.0, 0.0]}, is_exact=is_exact)
+    for bound in ("at_most", "at_least"):
+        assert judged({bound: {"of": "a", "value": 0}}, {"a": zeros}).state == "shown"
+    for side in ("greater", "less"):
+        assert judged({side: {"of": "a", "than": "b"}}, {"a": zeros, "b": zeros}).reason == "s, t; no difference"
+    rising = {"of": "a", "along": "settings", "order": ["s", "r"]}
+    both = seen({("s", "t"): [0.0, 0.0, 0.0], ("r", "t"): [0.0, 0.0, 0.0]}, is_exact=is_exact)
+    assert judged({"monotone": rising}, {"a": both}).state == "not shown"
+
+
 def test_a_claim_has_the_worst_state_of_all_its_spots() -> None:
     a = seen({("s", "t1"): [3, 3.1, 3.2], ("s", "t2"): [1, 1.1, 1.2], ("r", "t1"): [3, 3.1, 3.2]})
     b = seen({("s", "t1"): [2, 2.1, 2.2], ("s", "t2"): [2, 2.1, 2.2], ("r", "t1"): [2, 2.1, 2.2]})
