@@ -612,8 +612,8 @@ def _scatter(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any]) -> No
 def rounds_figure(study: Study) -> Figure | None:
     """Validation accuracy against rounds, a panel per stage and a line per value of the first axis; None without rows.
 
-    The line is the mean over seeds (and tiers), the band reaches from the minimum to the maximum over seeds. A stage
-    without validation shows, dashed, what its clients report on training data.
+    The line is the mean over seeds (and tiers), the band reaches from the minimum to the maximum over seeds. A stage of
+    runs without validation shows, dashed, what their clients report on training data.
     """
     return _by_stage(study, convergence(study.tables), "rounds_done", "finished rounds")
 
@@ -665,10 +665,11 @@ def _by_stage(study: Study, known: pd.DataFrame, x: str, xlabel: str) -> Figure 
 
 
 def _curves(axes: Axes, rows: pd.DataFrame, axis: str, values: list[Any], x_name: str) -> None:
-    validated = rows[rows["series"] == "validation"]
-    shown, style = (validated, "-") if len(validated) else (rows, DASHED)
+    is_validated = rows["series"] == "validation"
+    shown = rows[is_validated | ~is_validated.groupby(rows[axis], observed=True).transform("any")]
     for value, (colour, marker) in axis_looks(values).items():
         line = shown[shown[axis] == value]
+        style = "-" if (line["series"] == "validation").any() else DASHED
         over = 100 * spread(line, ["rounds_done"], "metric")
         x = line.groupby("rounds_done")[x_name].mean().reindex(over.index).to_numpy(dtype=float)
         mean, low, high = (over[name].to_numpy(dtype=float) for name in ("mean", "min", "max"))
@@ -725,7 +726,7 @@ DRAWN: dict[str, tuple[str, str, Callable[[Study], Figure | None]]] = {
     "convergence": (
         "Convergence",
         "Accuracy on the server's validation data against finished rounds, mean over seeds; bands from the minimum to "
-        "the maximum over seeds. Dashed, for stages without validation: what their clients report during training.",
+        "the maximum over seeds. Dashed, where nothing was validated: what clients report during training.",
         rounds_figure,
     ),
 }

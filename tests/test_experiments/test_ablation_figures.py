@@ -16,6 +16,7 @@ from fedloom.experiments.report.ablation import (
     differences_figure,
     macs_figure,
     metric_figure,
+    rounds_figure,
     stages_figure,
     study_of,
 )
@@ -154,6 +155,19 @@ def test_accuracy_stands_over_the_megabytes_of_both_directions(study: Study) -> 
     assert axes.get_xscale() == "log"
     figure.canvas.draw()
     assert {"0.5", "1"} <= {label.get_text() for label in axes.get_xticklabels()}
+
+
+def test_a_value_without_validation_shows_what_its_clients_report(study: Study) -> None:
+    tables, frame = study.tables, study.frame
+    of_half = tables.evaluations["run_id"].isin(frame.loc[frame["beta_0"] == 0.5, "run_id"])
+    without = replace(tables, evaluations=tables.evaluations[~of_half | (tables.evaluations["split"] != "validation")])
+    figure = rounds_figure(replace(study, tables=without))
+    assert figure is not None
+    validated, reported = figure.axes[-1].lines
+    assert (validated.get_linestyle(), reported.get_linestyle()) == ("-", "--")
+    # Validated after every fifth of twenty rounds; clients report in every round.
+    assert validated.get_xdata() == pytest.approx([0, 5, 10, 15])
+    assert reported.get_xdata() == pytest.approx(range(1, 21))
 
 
 def test_eight_lines_have_eight_colours_and_markers() -> None:
