@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from itertools import chain
@@ -308,8 +308,10 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_value(item) for item in value]
+    if isinstance(value, list | tuple):
+        return type(value)(map(_value, value))
+    if isinstance(value, Mapping):
+        return {key: _value(item) for key, item in value.items()}
     if is_absent(value):
         return None
     item = value.item() if callable(getattr(value, "item", None)) else value
@@ -355,7 +357,7 @@ def report_json(results: Path, run_ids: Sequence[str] | None = None, targets: Se
             {
                 **_setting(s.setting),
                 "subnets": [_with_estimates(subnet) for subnet in s.subnets],
-                "predictors": [asdict(predictor) for predictor in s.predictors],
+                "predictors": [_value(asdict(predictor)) for predictor in s.predictors],
             }
             for s in subnet_summaries(tables, labels)
         ],
@@ -388,7 +390,7 @@ def _setting(setting: Setting) -> dict[str, Any]:
 def _with_estimates(summary: TierSummary | Subnet | SiloSummary) -> dict[str, Any]:
     """The texts of a summary, and {mean, half_width, runs, values} by name; null for what is unknown or undefined."""
     texts = {name: text for name, text in vars(summary).items() if name not in ("setting", "values")}
-    estimates = {k: None if v is None or is_absent(v.mean) else asdict(v) for k, v in summary.values.items()}
+    estimates = {k: None if v is None or is_absent(v.mean) else _value(asdict(v)) for k, v in summary.values.items()}
     return {**texts, **estimates}
 
 

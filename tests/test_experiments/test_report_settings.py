@@ -1,6 +1,7 @@
 """Reports go by setting: unlike runs are never averaged, a repeated seed is no further sample, differences are said."""
 
 import json
+import math
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -176,6 +177,15 @@ def test_a_value_that_some_seeds_lack_says_how_many_have_it(tmp_path: Path) -> N
     assert "60.0 ± 24.8 (n = 3)" in shown(tmp_path, runs)
     assert "(n = 2)" in page_of(tmp_path, runs[1:])
     assert "(n =" not in page_of(tmp_path, runs[:3])
+
+
+def test_scores_of_a_diverged_seed_are_null_in_json(tmp_path: Path) -> None:
+    for seed, accuracy in ((1, 0.5), (2, 0.6), (3, math.inf)):
+        write_run(tmp_path, f"r{seed}", seed, accuracy)
+    values = report_json(tmp_path, ["r1", "r2", "r3"])
+    json.dumps(values, allow_nan=False)
+    expected = {"mean": None, "half_width": None, "runs": 3, "values": (0.5, 0.6, None)}
+    assert tuned(values["summary"][0]) == expected
 
 
 def test_fairness_and_communication_go_by_setting(tmp_path: Path) -> None:
