@@ -154,6 +154,10 @@ _SIGNS = {
     "±": r"$\pm$",
     "×": r"$\times$",
     "−": r"$-$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "₀": r"$_0$",
+    "λ": r"$\lambda$",  # Unicode calls it LAMDA
     "–": "--",
     "…": r"\dots{}",
     "\n": " ",

@@ -222,6 +222,7 @@ EVIL = Block(
 def test_what_latex_reads_as_signs_is_escaped() -> None:
     assert escaped("50% of {A_1} & B$") == r"50\% of \{A\_1\} \& B\$"
     assert escaped("α ± 1.5 × 2 – 3") == r"$\alpha$ $\pm$ 1.5 $\times$ 2 -- 3"
+    assert escaped("λ ≤ β₀ ≥ μ") == r"$\lambda$ $\leq$ $\beta$$_0$ $\geq$ $\mu$"
     assert escaped('a\\b^c~d<e>|#"') == (
         r"a\textbackslash{}b\textasciicircum{}c\textasciitilde{}d\textless{}e\textgreater{}\textbar{}\#"
         r"\textquotedbl{}"
