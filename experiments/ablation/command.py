@@ -20,6 +20,7 @@ from fedloom.experiments.terminal import INFRASTRUCTURE, OK, complain, console, 
 from fedloom.experiments.terminal.live import is_live
 from fedloom.platform.federation.loop import RunFailedError
 from fedloom.platform.results.copies import check_results
+from fedloom.platform.results.lock import OwnershipLostError
 from fedloom.platform.results.store import is_remote
 
 
@@ -43,6 +44,9 @@ def run_command(ablation: Ablation, args: Namespace) -> int:
     except RayError as error:
         cause = " ".join(str(error).split())[:600]
         complain(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}")
+        return INFRASTRUCTURE
+    except OwnershipLostError as error:
+        complain(str(error))
         return INFRASTRUCTURE
     _show_end(end, results, args.json)
     return of_run_end(end.kind)
@@ -124,7 +128,7 @@ def complaints(end: AblationEnd, results: str | Path) -> list[str]:
 def run_here(ablation: Ablation, results: str, *, quiet: bool) -> AblationEnd:
     """Runs a new ablation for the Python API and shows its trials: in this process if none has actors, else on Ray.
 
-    Raises ValueError as `start_ablation` does, and RunFailedError if the cluster is lost.
+    Raises ValueError as `start_ablation` does, and RunFailedError if the cluster is lost or another driver takes over.
     """
     try:
         with TerminalView(quiet) as view, _repeated_warnings_once():
@@ -139,6 +143,8 @@ def run_here(ablation: Ablation, results: str, *, quiet: bool) -> AblationEnd:
     except RayError as error:
         cause = " ".join(str(error).split())[:600]
         raise RunFailedError(f"the cluster was lost: {cause}; {_what_to_do(ablation.ablation_id, results)}") from error
+    except OwnershipLostError as error:
+        raise RunFailedError(str(error)) from error
 
 
 MOST_FAILED = 10

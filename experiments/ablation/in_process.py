@@ -31,7 +31,8 @@ def run_in_process(ablation: Ablation, location: ResultsLocation, view: Ablation
     """Runs or resumes the trials that are not done, in the order of the plan.
 
     A Bayesian search goes on until it has all of its points.
-    Raises ValueError for a trial that cannot run, before any file of a new ablation is written.
+    Raises ValueError for a trial that cannot run, before any file of a new ablation is written, and OwnershipLostError
+    if another driver takes over.
     """
     begin = 0
     while True:
@@ -68,6 +69,7 @@ def _run_trials(ablation: Ablation, location: ResultsLocation, view: AblationVie
                 before: object = None
                 news = run.news()
                 while not news.get("done"):
+                    running.check_owned()
                     if news and news != before:
                         events.round(trial.index, news)
                     before, news = news, run.news()

@@ -117,6 +117,8 @@ def wait_for_earlier_processes(root: Path, trials: Sequence[Trial]) -> None:
 class RunningAblation:
     """Context of an ablation that runs: claims the ablation, writes its status, and records how trials end.
 
+    Its end raises OwnershipLostError if another driver has taken over the ablation at the URL of the results.
+
     Args:
         indices: the trials to run; their earlier ends are discarded.
         take_over: whether to replace a lease at the URL of the results, whoever holds it.
@@ -159,12 +161,18 @@ class RunningAblation:
             self._contexts = contexts.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         with self._contexts:
             self._heartbeat.stop()
             self._over.set()
             self._sender.join()
             self._write_end()
+        if error is None:
+            self.check_owned()
+
+    def check_owned(self) -> None:
+        """Raises OwnershipLostError once another driver is known to have taken over; makes no request."""
+        self._ownership()
 
     def _write_end(self) -> None:
         # The trials' processes have ended, so that no other process writes these files.
@@ -179,8 +187,9 @@ class RunningAblation:
 
     def _mark(self, trial: Trial, message: str) -> None:
         try:
+            self.check_owned()
             mark_interrupted(self.location.results, RunPaths(self.root, trial.experiment, trial.run_id), message)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OwnershipLostError) as error:
             logger.warning("run %s was not sent: %s", trial.run_id, error)
 
     def ended(self, index: int, end: End) -> None:

@@ -133,7 +133,11 @@ class _Callback(tune.Callback):
             self._events.round(trial.config[TRIAL], result)
 
     def on_step_end(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
-        """Reports every `WAITING_S` that trials wait because the cluster is in use or has lost a node."""
+        """Reports every `WAITING_S` that trials wait because the cluster is in use or has lost a node.
+
+        Raises OwnershipLostError, upon which Tune stops all trials, if another driver has taken over.
+        """
+        self._events.ablation.check_owned()
         if any(trial.status == TuneTrial.RUNNING for trial in trials):
             self._last_s = time.monotonic()
         waiting = [trial.config[TRIAL] for trial in trials if trial.status == TuneTrial.PENDING]

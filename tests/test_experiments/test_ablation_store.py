@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from fedloom.experiments.ablation import launch
+from fedloom.experiments.ablation import in_process, launch, running
+from fedloom.experiments.ablation.command import run_command
+from fedloom.experiments.ablation.tuning import _Callback
 from fedloom.experiments.ablation.view import TerminalView
 from fedloom.experiments.runs import launch as launch_runs
 from fedloom.experiments.store.ablations import (
@@ -32,8 +35,10 @@ from fedloom.experiments.store.ablations import (
     write_ablation,
 )
 from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
+from fedloom.experiments.terminal import INFRASTRUCTURE
+from fedloom.platform.results import lock
 from fedloom.platform.results.files import from_hashed_json, hashed_json
-from fedloom.platform.results.lock import owned
+from fedloom.platform.results.lock import FILE, owned
 from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import StatusFile, read_status
@@ -386,6 +391,69 @@ def test_an_old_copy_of_a_run_that_is_done_elsewhere_is_not_sent_as_interrupted(
     launch_runs.mark_interrupted(url, paths, "killed")
     for root in (local_root(url), bucket):
         assert json.loads(RunPaths(root, trial.experiment, trial.run_id).status.read_text())["state"] == "done"
+
+
+class Endless:
+    """A trial of ten seconds, unless it is stopped; another driver takes the ablation over meanwhile."""
+
+    bucket = Path()
+    stopped = 0
+
+    def __init__(self, _job: object) -> None:
+        self._asked = 0
+
+    def start(self) -> None:
+        lease = {"token": "t", "host": "far", "place": "elsewhere", "pid": 7, "started": 1}
+        (self.bucket / "ablations" / ID / FILE).write_text(json.dumps(lease))
+
+    def news(self) -> dict[str, Any]:
+        time.sleep(0.02)
+        self._asked += 1
+        return {"done": True, "end": "done", "message": ""} if self._asked == 500 else {}
+
+    def stop(self) -> None:
+        Endless.stopped += 1
+
+
+def test_a_driver_whose_ablation_is_taken_over_at_a_url_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(running, "SEND_S", 0.02)
+    monkeypatch.setattr(lock, "SETTLE_S", 0.0)
+    monkeypatch.setattr(in_process, "checked_trials", lambda *_, **__: [])
+    monkeypatch.setattr(in_process, "RunThread", Endless)
+    monkeypatch.setattr(Endless, "bucket", tmp_path / "bucket")
+    monkeypatch.setattr(Endless, "stopped", 0)
+    url = f"file://{tmp_path}/bucket"
+    location, ablation = running.ResultsLocation(url, local_root(url)), make_ablation(2)
+    trials = [replace(trial, config={**trial.config, "executor": {}}) for trial in ablation.trials]
+    lost = f"ablation {ID} was taken over at .* by process 7 on far"
+    with pytest.raises(lock.OwnershipLostError, match=lost):
+        in_process.run_in_process(replace(ablation, trials=tuple(trials)), location, TerminalView(True), is_new=True)
+    assert Endless.stopped == 1, "the second trial does not begin"
+
+
+def test_an_ablation_that_is_taken_over_stops_tune_and_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Lost:
+        def __call__(self) -> None:
+            raise lock.OwnershipLostError("it was taken over")
+
+        ask = __call__
+
+    ablation = make_ablation()
+    write_ablation(tmp_path, ablation)
+
+    def taken_over(*_: object, **__: object) -> None:
+        with running.RunningAblation(ablation, running.ResultsLocation(str(tmp_path), tmp_path), ()) as driver:
+            monkeypatch.setattr(driver, "_ownership", Lost())
+            with pytest.raises(lock.OwnershipLostError):
+                _Callback(running.TrialEvents(TerminalView(True), driver)).on_step_end(1, [])
+
+    monkeypatch.setattr("fedloom.experiments.ablation.command.start_ablation", taken_over)
+    arguments = Namespace(plan=False, resume=None, retry_failed=None, results=tmp_path, json=True)
+    assert run_command(ablation, arguments) == INFRASTRUCTURE
+    assert capsys.readouterr().err.endswith("it was taken over\n")
 
 
 def test_a_trial_whose_status_is_damaged_is_unknown_and_left_to_do(tmp_path: Path) -> None:
