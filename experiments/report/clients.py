@@ -221,7 +221,9 @@ def _class_block(rows: pd.DataFrame, setting: Setting) -> Block | None:
     for name in dict.fromkeys(rows["class_name"]):
         of_class = rows[rows["class_name"] == name]
         by_tier = {tier: of_class[of_class["tier"] == tier] for tier in tiers}
-        recalls = (mean_over_seeds(r, "recall", percent, setting.num_seeds) if len(r) else ABSENT for r in by_tier.values())
+        recalls = (
+            mean_over_seeds(r, "recall", percent, setting.num_seeds) if len(r) else ABSENT for r in by_tier.values()
+        )
         cells.append((str(name), mean_over_seeds(by_tier[of_class["tier"].iloc[0]], "samples", count), *recalls))
     model = model_name(str(rows["model"].iloc[0]))
     text = (
