@@ -323,10 +323,11 @@ class Repeated:
 
     @property
     def text(self) -> str:
-        """Both counts in one sentence."""
-        within = f"{self.within} of {self.spots} means are within the 95 % prediction intervals of its other seeds"
-        equal = f"{self.equal} of the record's {self.values} values are equal to the bit"
-        return f"{equal}{f'; {within}' if self.spots else ''}."
+        """Both counts in one sentence, those of which there are any."""
+        equal = f"{self.equal} of {self.values} values measured again are equal to the record's to the bit"
+        where = "within the 95 % prediction intervals of the record's other seeds"
+        within = f"{self.within} of {self.spots} means are {where}"
+        return f"{'; '.join(text for text, count in ((equal, self.values), (within, self.spots)) if count)}."
 
 
 BY_THE_CLOCK = ("wall_s", "peak_memory_bytes")

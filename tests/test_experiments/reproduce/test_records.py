@@ -71,6 +71,14 @@ def test_further_seeds_with_the_values_of_the_record_are_as_it_predicts(monkeypa
     assert repeated(item, Asked("small"), again) == Repeated(equal=0, values=0, within=1, spots=1)
 
 
+def test_only_what_was_compared_with_a_record_is_counted() -> None:
+    equal = "3 of 4 values measured again are equal to the record's to the bit"
+    within = "1 of 2 means are within the 95 % prediction intervals of the record's other seeds"
+    assert Repeated(equal=3, values=4, within=0, spots=0).text == f"{equal}."
+    assert Repeated(equal=0, values=0, within=1, spots=2).text == f"{within}."
+    assert Repeated(equal=3, values=4, within=1, spots=2).text == f"{equal}; {within}."
+
+
 def test_a_claim_is_another_one_if_its_quantities_are_turned_round_or_published_otherwise(tmp_path: Path) -> None:
     text = (Path(__file__).parent / "tiny" / "tab1.yaml").read_text()
     ratio = "ratio: [{of: bytes, setting: long}, {of: bytes, setting: short}]"
