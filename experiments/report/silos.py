@@ -532,7 +532,7 @@ def missing_of_silos(tables: Tables, run_id: str, state: str) -> list[str]:
         elif state != "running" and unmeasured:
             examples = [f"({i}, {j})" for i, j in unmeasured[:MOST_PAIRS]]
             examples += ["..."] if len(unmeasured) > MOST_PAIRS else []
-            which, share = named(sorted({i for i, _ in unmeasured})), f"{len(unmeasured)} of {covered**2}"
+            which, share = named(sorted({i for i, _ in unmeasured})), f"{len(unmeasured)} of {len(pairs)}"
             lines.append(
                 f"personalisation gains of {which} are incomplete: {share} p_ij were not measured, (i, j) = "
                 f"{', '.join(examples)}"

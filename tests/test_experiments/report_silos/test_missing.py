@@ -108,17 +108,29 @@ def test_pairs_that_were_not_to_be_measured_or_not_yet_are_not_missed(
     assert said_of(silos) == ""
 
 
-def test_a_silo_without_test_samples_has_no_pairs_to_miss(silos: Any) -> None:
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        (None, ""),
+        (
+            (0, 1),
+            "personalisation gains of silo 0 are incomplete: 1 of 6 p_ij were not measured, (i, j) = (0, 1)",
+        ),
+    ],
+)
+def test_a_silo_without_test_samples_has_no_pairs_to_miss(
+    silos: Any, left_out: tuple[int, int] | None, said: str
+) -> None:
     method = {"name": "spider", "gains": {"epochs": 3}, "train": {"rounds": 1}}
     writer = silos.begin("r1", method=method)
     writer.add_training([(silos.DECIDED,) * 3])
     writer.add_model("personal", [0.2, 0.3], [silos.DECIDED] * 2)
-    writer.add_gains({pair: p for pair, p in silos.MATRIX.items() if pair[0] != 2})
+    writer.add_gains({pair: p for pair, p in silos.MATRIX.items() if pair[0] != 2 and pair != left_out})
     for stage, model in (("evaluation", "personal"), ("gains", "silo-0")):
         place = {"stage": stage, "round": 0, "model": model, "client_id": 2}
         writer.add("evaluations", **place, split="test", metric="accuracy", value=0.0, samples=0)
     writer.close()
-    assert said_of(silos) == ""
+    assert said_of(silos) == said
 
 
 @pytest.mark.usefixtures("undrawn")
