@@ -306,7 +306,10 @@ def test_runs_are_compared_with_what_was_recorded(command: Command, results: Pat
     other = read(command, str(own), "--show", "--results", str(results))["repeated"]
     assert (other["equal"], other["within"]) == (same["equal"] - 4, same["within"] - 1)
     _, out, _ = command(str(own), "--show", "--results", str(results))
-    assert f"{other['equal']} of {other['values']} values measured again are equal to the record's to the bit" in " ".join(out.split())
+    assert (
+        f"{other['equal']} of {other['values']} values measured again are equal to the record's to the bit"
+        in " ".join(out.split())
+    )
     content["reads"] = "0"
     file.write_text(json.dumps(content))
     assert read(command, str(own), "--show", "--results", str(results))["repeated"] is None
