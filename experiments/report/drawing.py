@@ -25,7 +25,7 @@ import pandas as pd
 from fedloom.experiments.analysis.settings import Setting
 from fedloom.experiments.analysis.tables import natural
 from fedloom.experiments.report.content import Picture
-from fedloom.experiments.report.hover import Spot, spots
+from fedloom.experiments.report.hover import INTERVAL, Spot, spots
 from fedloom.experiments.report.wording import runs_in_brief
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def with_bars(
     """Draws the 95 % interval in % of each row (`mean`, `half_width`, `values`), or the values of one or two seeds.
 
     `x` has the rows' positions on the x axis, or on the y axis for `lying` bars. With `of_shares`, intervals are
-    clipped to 0 to 100 %.
+    clipped to 0 to 100 %; tooltips say them whole.
     """
     for at, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
         if pd.notna(half):
@@ -187,7 +187,8 @@ def with_bars(
             bar: dict[str, Any] = {"x": [100 * mean], "y": [at], "xerr": ends}
             if not lying:
                 bar = {"x": [at], "y": [100 * mean], "yerr": ends}
-            axes.errorbar(**bar, color=colour, linestyle="none", **BAR, **style)
+            whole = f"_{INTERVAL}{100 * (mean - half):.4g} to {100 * (mean + half):.4g}"
+            axes.errorbar(**bar, color=colour, linestyle="none", label=whole, **BAR, **style)
         else:
             measured = 100 * np.array(values)
             x_and_y = (measured, np.full(len(measured), at)) if lying else (np.full(len(measured), at), measured)

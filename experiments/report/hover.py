@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+INTERVAL = "95 % interval: "
+"""Prefix of the text of an interval. Behind an underscore it begins the label of a bar that shows only a part of it."""
+
 MOST_OF_A_LINE, MOST_OF_A_CLOUD = 40, 150
 """Maximum number of points with a tooltip, per line and per cloud of dots; of more, every n-th point has one."""
 
@@ -71,9 +74,11 @@ def _points(axes: Axes) -> Iterator[tuple[float, float, str, str]]:
             of_bars |= {id(each) for each in (line, *caps)}
             if line is None:
                 continue
+            whole = str(bar.get_label()).removeprefix("_")
             for (x, y), ends in zip(np.asarray(line.get_xydata()), segments.get_segments(), strict=True):
-                low, high = ends[:, int(ends[0, 0] == ends[1, 0])]
-                intervals[float(x), float(y)] = f"95 % interval: {low:.4g} to {high:.4g}"
+                low, high = ends[:, 0 if bar.has_xerr else 1]
+                text = whole if whole.startswith(INTERVAL) else f"{INTERVAL}{low:.4g} to {high:.4g}"
+                intervals[float(x), float(y)] = text
         elif isinstance(bar, BarContainer):
             for patch in bar.patches:
                 x, y = patch.get_center()

@@ -20,8 +20,9 @@ from fedloom.experiments.report.ablation import (
     stages_figure,
     study_of,
 )
-from fedloom.experiments.report.axes import scale_of
+from fedloom.experiments.report.axes import Series, draw_series, scale_of
 from fedloom.experiments.report.drawing import WITHOUT_STAR, legend_below, legend_line, looks, png, with_bars
+from fedloom.experiments.report.hover import spots
 from tools.generated_ablation import write_planned
 
 
@@ -141,6 +142,16 @@ def test_intervals_of_shares_end_at_0_and_100_percent(lying: bool) -> None:
     with_bars(axes, [0.0, 1.0], rows, "black", lying=lying)
     ends = [np.ravel(part.get_segments())[not lying :: 2] for bars in axes.containers for part in bars[2]]
     assert ends == [pytest.approx([85.0, 100.0]), pytest.approx([0.0, 90.0])]
+
+
+@pytest.mark.parametrize("values", [["x", "y"], [1.0, 2.0]], ids=["lying", "standing"])
+def test_tooltips_say_whole_intervals_and_those_without_width(values: list[object]) -> None:
+    figure = Figure()
+    rows = pd.DataFrame({"a": values, "mean": [0.95, 0.4], "half_width": [0.1, 0.0], "values": [[], []]})
+    draw_series(figure.subplots(), "a", values, [Series("", rows, "black", "o")], "accuracy (%)")
+    figure.canvas.draw()
+    said = [spot.text.splitlines()[-1] for spot in spots(figure)]
+    assert said == ["95 % interval: 85 to 105", "95 % interval: 40 to 40"]
 
 
 def test_accuracy_stands_over_the_megabytes_of_both_directions(study: Study) -> None:
