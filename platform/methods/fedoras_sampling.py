@@ -39,9 +39,9 @@ def sample_subspace(
 ) -> Subspace:
     """Drops operators in uniformly random order until the fixed part and the kept operators are within the limit.
 
-    Operators of size zero are always kept, those of infinite size never. An operator is also kept if dropping it would
-    leave no path within both the limit (in the unit of `size_table`) and the client's `train_budget` (in the unit of
-    `cost_table`).
+    Operators of infinite size or cost are never kept, others of size zero always. An operator is also kept if dropping
+    it would leave no path within both the limit (in the unit of `size_table`) and the client's `train_budget` (in the
+    unit of `cost_table`).
 
     Raises:
         ValueError: no path is within the limit, the training budget, or both.
@@ -49,11 +49,16 @@ def sample_subspace(
     if (cost_table is None) != (train_budget is None):
         raise ValueError("a training budget and its cost table must be given together")
     paths = _Paths(size_table, limit, cost_table, math.inf if train_budget is None else train_budget)
-    operators_by_layer = [[option for option, size in enumerate(row) if size < math.inf] for row in size_table.options]
+    # What the device does not support costs infinity, and is not sent.
+    costs = size_table if cost_table is None else cost_table
+    operators_by_layer = [
+        [option for option, pair in enumerate(zip(*rows, strict=True)) if max(pair) < math.inf]
+        for rows in zip(size_table.options, costs.options, strict=True)
+    ]
     paths.check(operators_by_layer)
     total = size_of(size_table, tuple(map(tuple, operators_by_layer)))
     prunable = [
-        (layer, o) for layer, row in enumerate(size_table.options) for o, size in enumerate(row) if 0 < size < math.inf
+        (layer, o) for layer, row in enumerate(operators_by_layer) for o in row if size_table.options[layer][o] > 0
     ]
     for index in rng.permutation(len(prunable)).tolist():
         if total <= limit:

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from fedloom.platform.methods.fedoras_sampling import GreedyPaths, communication_limit, sample_subspace
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
+from fedloom.platform.spaces.slices import Subspace
 from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.costs import CostTable, size_of
 
@@ -36,6 +37,10 @@ def some_path_fits(sizes: CostTable, costs: CostTable, limit: float, budget: flo
     return any(sizes.cost(path) <= limit and costs.cost(path) <= budget for path in paths)
 
 
+def supported(costs: CostTable) -> Subspace:
+    return tuple(tuple(o for o, cost in enumerate(row) if cost < math.inf) for row in costs.options)
+
+
 @settings(max_examples=300, deadline=None)
 @given(problems(), st.integers(0, 99))
 def test_the_laws_of_a_subspace(problem: tuple[CostTable, CostTable, float, float], seed: int) -> None:
@@ -48,18 +53,19 @@ def test_the_laws_of_a_subspace(problem: tuple[CostTable, CostTable, float, floa
     kept = sample_subspace(sizes, limit, rng, costs, budget)
     assert size_of(sizes, kept) <= limit
     assert all(options and list(options) == sorted(set(options)) for options in kept)
-    for row, options in zip(sizes.options, kept, strict=True):
-        assert {o for o, size in enumerate(row) if size == 0} <= set(options)
+    everything = supported(costs)
+    for row, options, known in zip(sizes.options, kept, everything, strict=True):
+        assert {o for o in known if row[o] == 0} <= set(options) <= set(known)
     GreedyPaths(costs, kept, budget).sample(rng)
-    if size_of(sizes, tuple(tuple(range(len(row))) for row in sizes.options)) <= limit:
-        assert kept == tuple(tuple(range(len(row))) for row in sizes.options)
+    if size_of(sizes, everything) <= limit:
+        assert kept == everything
 
 
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.integers(0, 99))
 def test_pruning_stops_as_soon_as_it_fits(problem: tuple[CostTable, CostTable, float, float], seed: int) -> None:
     sizes, costs, limit, budget = problem
-    everything = tuple(tuple(range(len(row))) for row in sizes.options)
+    everything = supported(costs)
     if some_path_fits(sizes, costs, limit, budget) and size_of(sizes, everything) > limit:
         kept = sample_subspace(sizes, limit, np.random.default_rng(seed), costs, budget)
         dropped = [
@@ -89,6 +95,13 @@ def test_the_clients_cheapest_path_is_not_cut_off() -> None:
     assert kept == {((0,), (1,)), ((1,), (0,))}
     free = {sample_subspace(sizes, 6, rng) for _ in range(100)}
     assert free == kept | {((0,), (0,))}
+
+
+def test_operators_that_the_device_does_not_support_are_neither_sent_nor_take_the_place_of_others() -> None:
+    sizes = table_of("parameters", 0, [[4, 3, 0], [5, 2]])
+    costs = table_of("macs", 0, [[math.inf, 1, math.inf], [math.inf, 1]])
+    for seed in range(20):
+        assert sample_subspace(sizes, 5, np.random.default_rng(seed), costs, 2) == ((1,), (1,))
 
 
 def test_a_compromise_survives_where_the_smallest_and_the_cheapest_conflict() -> None:
