@@ -46,6 +46,7 @@ from fedloom.platform.search.targets import (
     predictor_of,
 )
 from fedloom.platform.spaces.slices import Architecture, Weights, architecture_id, parse_architecture
+from fedloom.tiers.costs import CostTable, with_unsupported
 from fedloom.tiers.devices import EVALUATION_FACTOR
 from fedloom.tiers.measure import latency_s_of
 
@@ -58,12 +59,20 @@ FRONT = "front"
 """The name of NSGA-II's front over the whole space among the targets."""
 
 
+def supported_macs(world: World) -> CostTable:
+    """The MACs of what a search may choose: infinite for what `tiers.unsupported` makes the budgets' cost infinite."""
+    unsupported = [
+        (d, o) for d, row in enumerate(world.cost_table.options) for o, cost in enumerate(row) if cost == math.inf
+    ]
+    return with_unsupported(world.macs_table, unsupported)
+
+
 def targets_of(world: World, config: TargetSearchConfig) -> list[Target]:
     """The configured targets, by default each tier's cost interval; ValueError for an invalid or duplicate target."""
     above: Sequence[float | None] = config.macs_above or [None] * len(config.macs)
     try:
         targets = [
-            macs_target(value, config.tolerance, world.macs_table, lower)
+            macs_target(value, config.tolerance, supported_macs(world), lower)
             for value, lower in zip(config.macs, above, strict=True)
         ]
     except ValueError as error:
@@ -191,7 +200,7 @@ class SampleStage(ScoringStage):
     ) -> None:
         """`architectures` are the samples, by default drawn ones."""
         seed = world.config.seed_for("search")
-        drawn = draw_samples(world.space.genome, world.macs_table, config.samples, seed)
+        drawn = draw_samples(world.space.genome, supported_macs(world), config.samples, seed)
         self.architectures = drawn if architectures is None else architectures
         super().__init__(world, config, targets, len(self.architectures))
 
@@ -243,10 +252,11 @@ class VerifyStage(ScoringStage):
         by_target: dict[str, dict[str, float]] = {target.name: {} for target in self.targets}
         if predictors is not None and not refused:
             genome, config, seed = self.world.space.genome, self.config, self.world.config.seed_for("search")
+            macs = supported_macs(self.world)
             for target in self.targets:
-                by_target[target.name] = _by_id(finalists(target, genome, predictors, config, seed))
+                by_target[target.name] = _by_id(finalists(target, genome, macs, predictors, config, seed))
             if config.front:
-                front = front_finalists(genome, self.world.macs_table, predictors, config, seed)
+                front = front_finalists(genome, macs, predictors, config, seed)
                 by_target[FRONT] = _by_id(front)
         return state.with_data(FINALISTS, {"found": by_target, "fit": fit, "measured": {}, "refused": refused})
 

@@ -34,7 +34,7 @@ from fedloom.platform.settings import (
     component_specs,
 )
 from fedloom.platform.spaces.base import SearchSpace
-from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array
+from fedloom.platform.spaces.genome import Floats, Genome, Ints, as_array, draw_supported
 from fedloom.tiers.costs import CostTable
 
 MEASURES = ("macs", "latency_s")
@@ -178,7 +178,7 @@ def draw_samples(genome: Genome, table: CostTable, count: int, seed: int) -> lis
     Uniform genes alone give very few small and large subnets, where predictors would be inaccurate.
     """
     rng = stream(seed, "samples")
-    pool = genome.draw(64 * count, rng)
+    pool = draw_supported(genome, table, 64 * count, rng)
     costs = table.costs(pool)
     edges = np.linspace(table.smallest, table.largest, max(2, count // 4) + 1)
     bins = np.clip(np.searchsorted(edges, costs, side="right") - 1, 0, len(edges) - 2)
@@ -256,11 +256,11 @@ def check_reachable(target: Target, genome: Genome, seed: int) -> None:
 
 
 def finalists(
-    target: Target, genome: Genome, predictors: Predictors, config: TargetSearchConfig, seed: int
+    target: Target, genome: Genome, macs: CostTable, predictors: Predictors, config: TargetSearchConfig, seed: int
 ) -> dict[Architecture, float]:
     """The subnets with the best predicted metric inside the target's interval, with their predictions.
 
-    Empty if no subnet inside the interval is found.
+    Operators that cost infinite `macs` are not used. Empty if no subnet inside the interval is found.
     """
     constraint: Constraint
     if target.table is not None:
@@ -268,7 +268,9 @@ def finalists(
     else:
         assert predictors.latency is not None, "latencies are measured where a target asks for them"
         predict = _scores_of(genome, predictors.latency.predictor)
-        constraint = PredictedConstraint(predict, genome, target.interval)
+        constraint = PredictedConstraint(
+            lambda a: np.where(np.isfinite(macs.costs(a)), predict(a), math.inf), genome, target.interval
+        )
     if not constraint.sample(1, (), stream(seed, "reachable", target.name)):
         return {}
     candidates = search_predicted(

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.tiers.costs import CostTable
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -77,6 +79,15 @@ class PlainGenome:
 
     def one_hot(self, architectures: Ints) -> Floats:
         return _one_hot(architectures, self._choices)
+
+
+def draw_supported(genome: Genome, table: CostTable, count: int, rng: np.random.Generator) -> Ints:
+    """Random architectures of supported options alone; those of the genome if the table has no infinite cost."""
+    supported = [[option for option, cost in enumerate(row) if cost < math.inf] for row in table.options]
+    if all(len(options) == len(row) for options, row in zip(supported, table.options, strict=True)):
+        return genome.draw(count, rng)
+    drawn = PlainGenome(tuple(map(len, supported))).draw(count, rng)
+    return np.stack([np.array(options)[drawn[:, i]] for i, options in enumerate(supported)], axis=1)
 
 
 @dataclass(frozen=True)

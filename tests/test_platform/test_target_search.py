@@ -14,18 +14,22 @@ import pytest
 from fedloom.experiments.runs.search import Trained, search_trained
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
+from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.tiers import split_into_tiers
 from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods import target_search
 from fedloom.platform.methods.distribution import Distribution, random
 from fedloom.platform.methods.superfednas import SEARCHED
-from fedloom.platform.methods.target_search import search_supernet
+from fedloom.platform.methods.target_search import FINALISTS, SampleStage, VerifyStage, search_supernet, targets_of
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.run import make_serial, start_run
 from fedloom.platform.search.base import Interval
+from fedloom.platform.search.predictors import Fitted
 from fedloom.platform.search.targets import (
+    Predictors,
     Sample,
     Target,
     TargetSearchConfig,
@@ -38,6 +42,7 @@ from fedloom.platform.search.targets import (
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.resnet import ResnetDesign
+from fedloom.platform.spaces.slices import parse_architecture
 
 Make = Callable[..., RunConfig]
 
@@ -202,6 +207,30 @@ def test_samples_hold_both_ends_and_are_distinct() -> None:
     assert (min(costs), max(costs)) == (table.smallest, table.largest)
     assert samples == draw_samples(SMALL.genome, table, 40, seed=3)
     assert samples != draw_samples(SMALL.genome, table, 40, seed=4)
+
+
+@pytest.mark.parametrize("predicted", ["macs", "latency_s"])
+def test_only_supported_operators_are_sampled_and_chosen(
+    predicted: str, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "mb(1,2)"
+    world = build_world(tiny_config(tiers=TiersConfig(count=1, paths=200, unsupported=[name])))
+    banned = np.array([operator == name for names in world.space.operator_names for operator in names])  # type: ignore[attr-defined]
+    assert banned.any()
+    largest = world.cost_table.largest
+    with pytest.raises(ValueError, match=f"to {largest:.10g} \\(largest\\) MACs"):
+        targets_of(world, TargetSearchConfig(macs=[world.macs_table.largest]))
+    targets = {"macs": [largest]} if predicted == "macs" else {"latency_s": [1.0]}
+    config = TargetSearchConfig(**targets, samples=8, tolerance=1.0, predictor="fitness", front=4, verify=4)  # type: ignore[arg-type]
+    # What is unsupported would win.
+    metric = Fitted(lambda features: features @ banned, 1.0, 0.0, 2, 8)
+    latency = Fitted(lambda features: 0.5 + 0 * features[:, 0], 1.0, 0.0, 2, 8)
+    monkeypatch.setattr(target_search, "fitness_predictors", lambda _space: Predictors(metric, latency))
+    samples = SampleStage(world, config, []).architectures
+    found = VerifyStage(world, config, targets_of(world, config)).begin(RunState()).data[FINALISTS]["found"]
+    chosen = [parse_architecture(name) for names in found.values() for name in names]
+    assert (len(samples), len(found), len(chosen) >= 5) == (8, 2, True)
+    assert all(world.cost_table.cost(a) < math.inf for a in (*samples, *chosen))
 
 
 def test_the_winner_is_the_most_accurate_that_meets_its_target() -> None:
