@@ -46,6 +46,11 @@ class Distribution:
     served: Served
     rng: np.random.Generator
 
+    @property
+    def smallest(self) -> Architecture:
+        """The subnet that every client can train."""
+        return smallest_supported(self.space, self.table)
+
     def affords(self, index: int, architecture: Architecture) -> bool:
         """Whether the subnet is within the budget of the client `client_ids[index]`."""
         return self.table.cost(architecture) <= self.budgets[index]
@@ -61,11 +66,16 @@ class Distribution:
                 return architecture
         affordable = TableConstraint(self.table, Interval(-inf, self.budgets[index]), self.space.genome)
         drawn = affordable.sample(1, (), self.rng)
-        return drawn[0] if drawn else self.space.smallest
+        return drawn[0] if drawn else self.smallest
 
     def times_served(self, which: str, index: int) -> int:
         """How often the client got the `largest` or `smallest` subnet."""
         return self.served.get(which, {}).get(str(self.client_ids[index]), 0)
+
+
+def smallest_supported(space: SearchSpace, table: CostTable) -> Architecture:
+    """The space's smallest subnet, or the cheapest one if that has operators that devices do not support."""
+    return space.smallest if table.cost(space.smallest) < inf else space.cheapest(table)
 
 
 Heuristic = Callable[[Distribution], Sequence[Architecture]]
@@ -93,7 +103,7 @@ def _sandwich(
         subnet_of[able[0]] = space.largest
     left = [index for index in smallest_first if index not in subnet_of]
     if left:
-        subnet_of[left[0]] = space.smallest
+        subnet_of[left[0]] = distribution.smallest
     return [subnet_of[p] if p in subnet_of else draw(p) for p in range(len(distribution.client_ids))]
 
 
@@ -129,7 +139,7 @@ def pareto_path(
 
     def draw(index: int) -> Architecture:
         affordable = [a for a in path if distribution.affords(index, a)]
-        return affordable[distribution.rng.integers(len(affordable))] if affordable else distribution.space.smallest
+        return affordable[distribution.rng.integers(len(affordable))] if affordable else distribution.smallest
 
     return _sandwich(distribution, *_least_served(distribution), draw)
 
@@ -140,7 +150,7 @@ def _member(distribution: Distribution, index: int, number: int) -> Architecture
     if distribution.affords(index, member):
         return member
     affordable = [a for a in distribution.family if distribution.affords(index, a)]
-    return max(affordable, key=distribution.table.cost, default=distribution.space.smallest)
+    return max(affordable, key=distribution.table.cost, default=distribution.smallest)
 
 
 def static(distribution: Distribution) -> list[Architecture]:
@@ -193,7 +203,7 @@ def distribute(rule: ComponentSpec, distribution: Distribution) -> dict[int, Arc
             with blaming("distribution heuristic", rule.name):
                 distribution.space.validate(architecture)
         # Every client can train the smallest subnet, whatever its budget.
-        if architecture != distribution.space.smallest and not distribution.affords(index, architecture):
+        if architecture != distribution.smallest and not distribution.affords(index, architecture):
             raise PluginError(
                 f"{blame} gives client {distribution.client_ids[index]} a subnet of "
                 f"{distribution.table.cost(architecture):.6g} {distribution.table.measure}, its budget is "
@@ -206,14 +216,20 @@ def check_heuristic(rule: ComponentSpec, distribution: Distribution) -> None:
     """Tests a user's heuristic on a first round and a later one; PluginError if it fails."""
     if is_import_path(rule.name):
         subnets = distribute(rule, distribution)
-        distribute(rule, replace(distribution, round=1, served=count_served({}, subnets, distribution.space)))
+        distribute(
+            rule,
+            replace(distribution, round=1, served=count_served({}, subnets, distribution.space, distribution.table)),
+        )
 
 
-def count_served(served: Served, subnets: Mapping[int, Architecture], space: SearchSpace) -> dict[str, dict[str, int]]:
+def count_served(
+    served: Served, subnets: Mapping[int, Architecture], space: SearchSpace, table: CostTable
+) -> dict[str, dict[str, int]]:
     """The counters after a round; the largest and the smallest also count if they were drawn at random."""
     counted = {which: dict(served.get(which, {})) for which in ("largest", "smallest")}
+    extremes = {"largest": space.largest, "smallest": smallest_supported(space, table)}
     for client_id, architecture in subnets.items():
-        for which, extreme in (("largest", space.largest), ("smallest", space.smallest)):
+        for which, extreme in extremes.items():
             if architecture == extreme:
                 counted[which][str(client_id)] = counted[which].get(str(client_id), 0) + 1
     return counted

@@ -344,7 +344,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
             for a in plan.assignments
             if a.client_id is not None and isinstance(a.task, Train) and isinstance(a.task.network, Subnet)
         }
-        return state.with_data(SERVED, count_served(state.data[SERVED], subnets, space))
+        return state.with_data(SERVED, count_served(state.data[SERVED], subnets, space, world.cost_table))
 
     evaluated = [Subnet(world.architecture(text, "method.train.evaluate")) for text in config.evaluate]
     if config.evaluate_every:

@@ -204,7 +204,7 @@ class SearchSpace(Protocol):
 
     @property
     def smallest(self) -> Architecture:
-        """The architecture that every device can train: the fewest MACs in every decision."""
+        """The architecture with the fewest MACs in every decision; every device that supports it can train it."""
         return self.cheapest(self.cost_table("macs"))
 
     @property

@@ -28,9 +28,11 @@ from fedloom.platform.plugins import ComponentSpec, PluginError
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.elastic import ElasticSpace
 from fedloom.platform.spaces.genome import PlainGenome
+from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.resnet import ResnetDesign
 from fedloom.platform.spaces.slices import Architecture
-from fedloom.tiers.costs import CostTable
+from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.tiers.costs import CostTable, with_unsupported
 
 S, M, L = (0,), (2,), (4,)
 """The smallest, what a random draw gives, and the largest."""
@@ -135,7 +137,7 @@ def test_tracking_over_three_rounds_by_hand() -> None:
         assert distribute(ComponentSpec("tracking_sandwich"), clients) == dict(zip((1, 2, 3), subnets, strict=True)), (
             round_
         )
-        served = count_served(served, dict(zip((1, 2, 3), subnets, strict=True)), Fixed())
+        served = count_served(served, dict(zip((1, 2, 3), subnets, strict=True)), Fixed(), FIVE)
     assert served == {"largest": {"1": 2, "2": 1, "3": 1}, "smallest": {"1": 2, "2": 1, "3": 1}}
 
 
@@ -147,7 +149,7 @@ def test_two_clients_are_a_sandwich_without_filling() -> None:
 
 def test_counters_count_random_draws_too() -> None:
     before = {"largest": {"3": 1}, "smallest": {"8": 2}}
-    after = count_served(before, {3: L, 4: M, 8: S, 9: L}, Fixed())
+    after = count_served(before, {3: L, 4: M, 8: S, 9: L}, Fixed(), FIVE)
     assert after == {"largest": {"3": 2, "9": 1}, "smallest": {"8": 3}}
     assert before == {"largest": {"3": 1}, "smallest": {"8": 2}}, "a value, not a counter that is changed"
 
@@ -201,6 +203,19 @@ def test_a_small_budget_is_used_though_uniform_draws_hardly_meet_it() -> None:
     drawn = random(real([budget] * 40))
     assert {COSTS.cost(a) <= budget for a in drawn} == {True}
     assert len(set(drawn)) > 1, "not only the smallest"
+
+
+@pytest.mark.parametrize("name", ["sandwich", "tracking_sandwich", "static"])
+def test_the_smallest_subnet_is_one_of_supported_operators(name: str) -> None:
+    space = build_space(SpaceConfig("cnn_digits", stem_channels=4, operators=["conv(1)", "mb(1,2)", "identity"]))
+    table = with_unsupported(space.cost_table("macs"), [(3, space.smallest[3])])
+    cheapest = (*space.smallest[:3], 0, *space.smallest[4:])
+    assert (space.cheapest(table), table.cost(space.smallest)) == (cheapest, inf)
+    budgets, rng = (table.smallest,) * 3, stream(1, "test", 0)
+    family = (space.smallest,)
+    subnets = distribute(ComponentSpec(name), Distribution(space, table, 0, (0, 1, 2), budgets, family, {}, rng))
+    assert subnets == dict.fromkeys(range(3), cheapest)
+    assert count_served({}, subnets, space, table)["smallest"] == {"0": 1, "1": 1, "2": 1}
 
 
 def test_without_budgets_draws_are_the_spaces_own() -> None:
