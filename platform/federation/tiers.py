@@ -18,6 +18,7 @@ from fedloom.platform.results.files import read_json, write_atomically
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.spaces.cnn import parse_operator
 from fedloom.platform.spaces.genome import Genome
 from fedloom.platform.spaces.operator_choice import NamedOperatorSpace
 from fedloom.tiers.availability import DAY_S, Availability, DailyAvailability, TraceAvailability
@@ -62,12 +63,19 @@ def _places(space: SearchSpace, unsupported: list[str]) -> list[tuple[int, int]]
     if not isinstance(space, NamedOperatorSpace):
         raise ValueError("tiers.unsupported names operators, and this space has none to choose from")
     known = {name for layer in space.operator_names for name in layer}
-    for name in unsupported:
+    names = [name if name in known else _respelt(name) for name in unsupported]
+    for name in names:
         if name not in known:
             raise ValueError(f"tiers.unsupported: no operator {name!r}; there are {', '.join(sorted(known))}")
-    return [
-        (i, o) for i, layer in enumerate(space.operator_names) for o, name in enumerate(layer) if name in unsupported
-    ]
+    return [(i, o) for i, layer in enumerate(space.operator_names) for o, name in enumerate(layer) if name in names]
+
+
+def _respelt(operator: str) -> str:
+    """An operator of a CNN by its name in the space, `ds(3,0.5)` for `ds(3,.5)`; any other as it is."""
+    try:
+        return parse_operator(operator).name
+    except ValueError:
+        return operator
 
 
 def store_costs(path: Path, costs: RunCosts) -> None:

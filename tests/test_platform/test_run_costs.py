@@ -33,6 +33,12 @@ def test_an_unsupported_operator_costs_infinity_in_every_layer() -> None:
     assert math.isfinite(costs.budget.largest)
 
 
+def test_an_unsupported_operator_is_spelt_as_in_the_space_or_as_in_its_configuration() -> None:
+    costs = [measure_costs(TiersConfig(unsupported=[name]), SPACE) for name in ("ds(3,0.5)", "ds(3,.5)", "ds(3, 0.50)")]
+    assert costs[0] == costs[1] == costs[2]
+    assert all(row[1] == math.inf for row in costs[0].budget.options)
+
+
 def test_edges_and_branches_are_operators_too(tmp_path: Path) -> None:
     for space, name, at in ((CELLS, "sep_conv_3x3", 1), (BLOCKS, "branch_0", 0)):
         costs = measure_costs(TiersConfig(unsupported=[name]), space)
