@@ -133,5 +133,6 @@ def show(trained: Trained, winners: Sequence[Found], asked: int, as_json: bool) 
         table.add_row(v["target"], v["label"], *figures)
     console().print(table)
     if asked > len(winners):
-        near = f"at most {100 * trained.config.tolerance:g} % below the target (--tolerance)"
-        console().print(f"targets without a subnet: {asked - len(winners)} of {asked}; no predicted latency is {near}")
+        near = f"no predicted latency is at most {100 * trained.config.tolerance:g} % below the target"
+        why = f"{near}, or all measured ones are above it: raise --tolerance"
+        console().print(f"targets without a subnet: {asked - len(winners)} of {asked}; {why}")

@@ -305,7 +305,13 @@ class VerifyStage(ScoringStage):
             samples, won = self.verified(state, target)
             rows += _sample_rows(self.world, target.name, 1, samples, self.config.metric, won)
             if won is None and not value["refused"]:
-                logger.warning("%s: no subnet was found for this target, or none could be scored", target.name)
+                above = target.measure == "latency_s" and any(math.isfinite(s.loss) for s in samples)
+                why = (
+                    "all measured latencies are above this target: raise method.search.tolerance or .verify"
+                    if above
+                    else "no subnet was found for this target, or none could be scored"
+                )
+                logger.warning("%s: %s", target.name, why)
             if won is not None:
                 winners[target.name] = architecture_id(won.architecture)
         if FRONT in value["found"]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.experiments.runs.search import Trained, search_trained
+from fedloom.experiments.runs.search import Trained, search_trained, show
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
@@ -246,6 +246,35 @@ def test_the_winner_is_the_most_accurate_that_meets_its_target() -> None:
     assert choose(macs, tied, cost) == tied[2], "then the smaller loss"
     assert choose(macs, tied[:2], cost) == tied[1], "then the smaller cost"
     assert choose(macs, [failed], cost) is None
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "why"),
+    [
+        (0.03, "all measured latencies are above this target: raise method.search.tolerance or .verify"),
+        (None, "no subnet was found for this target, or none could be scored"),
+    ],
+)
+def test_a_latency_without_a_winner_says_why(
+    latency_s: float | None, why: str, elastic_config: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = VerifyStage(build_world(elastic_config()), SEARCH, [latency_target(0.02, 0.1)])
+    found = {} if latency_s is None else {"0-0": 0.9}
+    measured = {name: {"loss": 0.5, "accuracy": 0.9, "latency_s": latency_s} for name in found}
+    value = {"found": {"latency_s=0.02": found}, "fit": {}, "measured": measured, "refused": ""}
+    stage.end(RunState().with_data(FINALISTS, value).with_data("samples", {}))
+    assert caplog.messages == [f"latency_s=0.02: {why}"]
+
+
+def test_show_names_both_causes_of_a_latency_without_a_winner(
+    elastic_config: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = Trained("a run", build_world(elastic_config()), replace(SEARCH, tolerance=0.1), {}, ())
+    show(trained, [], 1, as_json=False)
+    assert " ".join(capsys.readouterr().out.split()).endswith(
+        "targets without a subnet: 1 of 1; no predicted latency is at most 10 % below the target, or all measured ones "
+        "are above it: raise --tolerance"
+    )
 
 
 def test_a_tier_without_a_subnet_says_what_to_change() -> None:
