@@ -195,7 +195,7 @@ class DailyAvailability(Availability):
     hour, the mean of two uniform hours of the day, so that the devices' hours, time zones included, gather around the
     middle of the simulated day: midnight, if time 0 is noon. Its usual share of the day is uniform around `share`,
     within half the distance from `share` to the nearer of 0 and 1; every day's share varies around this by half as
-    much, and the middle of the day's interval by an hour in 24. The mean share of time online is `share`. With .35, 4.2
+    much, and the middle of the day's interval by an hour in 24. The mean share of time online is `share`. With .35, 4.1
     times as many devices are online at midnight (.56) as at noon (.14); Bonawitz et al. report 4.
     """
 

@@ -89,7 +89,7 @@ class TiersConfig:
         100_000
     )
     cost: Annotated[
-        str, NOT_EMPTY, "cost measure of the budgets: one of macs, parameters, activation_bytes, latency_s"
+        str, NOT_EMPTY, "cost measure of the budgets: one of macs, parameters, bytes, activation_bytes, latency_s"
     ] = "macs"
     cost_weights: Annotated[
         dict[str, Annotated[float, ZERO_OR_MORE]],

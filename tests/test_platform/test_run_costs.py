@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -10,6 +11,7 @@ from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.tiers import load_costs, measure_costs, sampled_costs, split_into_tiers, store_costs
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.space_config import SpaceConfig
+from fedloom.tiers.measure import MEASURES
 from fedloom.tiers.tier import share_of_models
 
 SPACE = build_space(SpaceConfig(name="cnn_digits", stem_channels=4))
@@ -25,6 +27,11 @@ def test_a_weighted_sum_of_measures_is_one_table() -> None:
     macs, parameters = SPACE.cost_table("macs").cost(path), SPACE.cost_table("parameters").cost(path)
     assert costs.budget.cost(path) == pytest.approx(2 * macs + 10 * parameters)
     assert costs.macs.cost(path) == macs
+
+
+def test_the_help_of_the_cost_names_every_measure() -> None:
+    *_, text = get_type_hints(TiersConfig, include_extras=True)["cost"].__metadata__
+    assert set(text.rpartition("one of ")[2].split(", ")) == {*MEASURES, "bytes"}
 
 
 def test_an_unsupported_operator_costs_infinity_in_every_layer() -> None:
