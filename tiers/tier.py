@@ -140,7 +140,7 @@ def tier_upper_bounds(
         raise ValueError("path costs must be numbers that are not negative")
     costs = np.sort(costs[np.isfinite(costs)])
     if not costs.size or costs[-1] <= 0:
-        raise ValueError("the space has no path of finite, positive cost: draw more paths, or use another cost measure")
+        raise ValueError("the space has no path of finite, positive cost: use another cost measure")
     # (1 + 1e-9) allows for the rounding of a sum of floats, far below the cost of any operator.
     if not costs[-1] <= largest * (1 + 1e-9) or not np.isfinite(largest):
         raise ValueError(

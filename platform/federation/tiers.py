@@ -19,7 +19,7 @@ from fedloom.platform.seeding import stream
 from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.cnn import parse_operator
-from fedloom.platform.spaces.genome import Genome
+from fedloom.platform.spaces.genome import Genome, draw_supported
 from fedloom.platform.spaces.operator_choice import NamedOperatorSpace
 from fedloom.tiers.availability import DAY_S, Availability, DailyAvailability, TraceAvailability
 from fedloom.tiers.budgets import Budget, ScheduleBudget, StaticBudget, TraceBudget, make_budget
@@ -129,8 +129,8 @@ def split_into_tiers(config: RunConfig, space: SearchSpace, table: CostTable) ->
 
 @lru_cache(maxsize=4)
 def sampled_costs(genome: Genome, table: CostTable, paths: int) -> np.ndarray:
-    """Costs, of shape (paths,), of uniformly drawn paths; the same for any seed, as tiers belong to the space."""
-    return table.costs(genome.draw(paths, stream(0, "tier_bounds")))
+    """Costs, of shape (paths,), of random supported paths; the same for any seed, as tiers belong to the space."""
+    return table.costs(draw_supported(genome, table, paths, stream(0, "tier_bounds")))
 
 
 def device_table(config: RunConfig, num_clients: int) -> DeviceTable | None:
