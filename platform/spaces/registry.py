@@ -1,6 +1,9 @@
 """The registry of search spaces by name, and trials of a user's own space before a run starts."""
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import product
+from math import isclose
 from typing import Any
 
 import torch
@@ -8,7 +11,7 @@ from torch import nn
 
 from fedloom.platform.plugins import PluginError, Registry, Shipped, an, blaming, is_import_path
 from fedloom.platform.settings import component_specs
-from fedloom.platform.spaces.base import SearchSpace, load_sent
+from fedloom.platform.spaces.base import SearchSpace, load_sent, measure_of, samples_of
 from fedloom.platform.spaces.capabilities import HasExits, lacking
 from fedloom.platform.spaces.slices import Architecture, extract
 from fedloom.platform.spaces.space_config import LoraConfig, SpaceBuilder, SpaceConfig
@@ -20,7 +23,7 @@ def try_space(space: SearchSpace, config: SpaceConfig) -> None:
     """Raises PluginError for an object that is no space, and for networks that do not return one logit per class.
 
     The smallest and the largest subnet are built, loaded with slices of initial supernet weights, and run on zeros, as
-    is the supernet. The MACs of every option are counted, which builds each option.
+    is the supernet. The costs of every option are counted, which builds each option.
     """
     with blaming("space", config.name):
         missing = lacking(space, SearchSpace)
@@ -40,6 +43,7 @@ def try_space(space: SearchSpace, config: SpaceConfig) -> None:
             subnet = _loaded(space.build_subnet(architecture), cut)
             for what, logits in (("subnet", subnet(x)), ("supernet", supernet(x, architecture))):
                 _check_logits(logits, config, what, architecture)
+        _check_costs(space, config)
 
 
 def try_exits(space: HasExits, config: SpaceConfig) -> None:
@@ -68,6 +72,23 @@ def try_exits(space: HasExits, config: SpaceConfig) -> None:
 def _loaded(module: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
     load_sent(module, weights)
     return module.eval().requires_grad_(False)
+
+
+def _check_costs(space: SearchSpace, config: SpaceConfig) -> None:
+    """Raises PluginError if the default cost tables, which change one decision at a time, miss what others change."""
+    measured = type(space).cost_table is SearchSpace.cost_table and type(space)._table_of is SearchSpace._table_of
+    if not measured:
+        return
+    mixed = tuple(count // 2 for count in space.options)
+    for measure, architecture in product(("macs", "parameters", "bytes"), (space.largest, mixed)):
+        summed = space.cost_table(measure).cost(architecture)
+        built = measure_of(measure).cost(partial(space.build_subnet, architecture), samples_of(space))
+        if not isclose(summed, built, rel_tol=1e-6):
+            raise PluginError(
+                f"space {config.name!r}: architecture {'-'.join(map(str, architecture))} has {built:.10g} {measure}, "
+                f"and {summed:.10g} as a sum over its decisions, so that costs are not additive: join decisions that "
+                "depend on each other into one, or override `_table_of`"
+            )
 
 
 def _check_logits(logits: object, config: SpaceConfig, what: str, architecture: Architecture) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.platform.averaging.conformance import check_space, space_laws
-from fedloom.platform.spaces.base import SearchSpace
+from fedloom.platform.plugins import PluginError
+from fedloom.platform.spaces.base import Measure, SearchSpace
 from fedloom.platform.spaces.genome import Floats, Ints, PlainGenome
 from fedloom.platform.spaces.operator_choice import OperatorChoiceSpace
 from fedloom.platform.spaces.registry import build_space
@@ -64,6 +65,46 @@ def test_a_built_space_has_no_settings() -> None:
     with pytest.raises(ValueError, match="space widths is built already: give its name or its SpaceConfig"):
         check_space(Widths(), {"num_classes": 3})
     check_space(Widths(), skip=["texts are read back"])
+
+
+class TwoWidths(nn.Module):
+    """(N, 4) -> logits (N, 3): two hidden layers in a row, whose first units are used."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(FEATURES, first), nn.Linear(first, second), nn.Linear(second, CLASSES)
+
+    def forward(self, x: Tensor, architecture: Architecture = (-1, -1)) -> Tensor:
+        first, second = (WIDTHS[option] for option in architecture)
+        x = F.linear(x, self.a.weight[:first], self.a.bias[:first])
+        x = F.linear(x, self.b.weight[:second, :first], self.b.bias[:second])
+        return F.linear(x, self.c.weight[:, :second], self.c.bias)
+
+
+class Interacting(Widths):
+    options = (len(WIDTHS),) * 2
+
+    def build_supernet(self) -> nn.Module:
+        return TwoWidths(max(WIDTHS), max(WIDTHS))
+
+    def build_subnet(self, architecture: Architecture) -> nn.Module:
+        return TwoWidths(*(WIDTHS[option] for option in architecture))
+
+
+class InteractingWithItsOwnTable(Interacting):
+    def _table_of(self, measure: Measure) -> CostTable:
+        return super()._table_of(measure)
+
+
+def test_a_space_whose_decisions_depend_on_each_other_in_cost_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("own_spaces")
+    module.two, module.own = lambda _config: Interacting(), lambda _config: InteractingWithItsOwnTable()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_spaces", module)
+    # 18 MACs with two narrow layers, 36 and 33 with one wide layer, 4 * 5 + 5 * 5 + 5 * 3 = 60 with both.
+    line = r"architecture 2-2 has 60 macs, and 51 as a sum over its decisions.* or override `_table_of`$"
+    with pytest.raises(PluginError, match=line):
+        build_space(SpaceConfig("own_spaces:two", num_classes=CLASSES))
+    build_space(SpaceConfig("own_spaces:own", num_classes=CLASSES))
 
 
 # -- spaces that break a law ------------------------------------------------------------------------------------------
