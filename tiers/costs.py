@@ -44,6 +44,11 @@ class CostTable:
         return tuple(row.index(most([c for c in row if c < math.inf] or row)) for row in self.options)
 
     @property
+    def supported(self) -> tuple[tuple[int, ...], ...]:
+        """The options of every decision that do not cost infinity."""
+        return tuple(tuple(option for option, cost in enumerate(row) if cost < math.inf) for row in self.options)
+
+    @property
     def smallest(self) -> float:
         """Cost of the cheapest architecture."""
         return self.cost(self.extreme(min))

@@ -146,11 +146,11 @@ def next_batch(root: Path, ablation: Ablation) -> Ablation | None:
     points = [Point(point.setting, {}) for point in known]
     new_points = [_chosen(config, setting) for setting in new]
     first = ablation.trials[0]
-    now = asdict(config_from_dict(first.config))
-    then = asdict(compose_config([*ablation.overrides, *first.overrides, f"seed={first.seed}"]))
+    stored = asdict(config_from_dict(first.config))
+    planned = asdict(compose_config([*ablation.overrides, *first.overrides, f"seed={first.seed}"]))
     base = compose_config(ablation.overrides)
     trials = _trials(ablation.ablation_id, ablation.overrides, base, new_points, ablation.seeds, len(ablation.trials))
-    here = [replace(trial, config=_changed_alike(trial.config, then, now)) for trial in trials]
+    here = [replace(trial, config=_changed_alike(trial.config, planned, stored)) for trial in trials]
     axes = _axes(config, [*points, *new_points])
     return replace(ablation, trials=(*ablation.trials, *here), axes=axes)
 
@@ -170,19 +170,19 @@ def _check_unchanged(ablation: Ablation) -> None:
             )
 
 
-def _changed_alike(values: Changes, then: Changes, now: Changes, prefix: str = "") -> dict[str, Any]:
-    """The configuration with the changes from `then` to `now` of keys that do not change results.
+def _changed_alike(values: Changes, planned: Changes, stored: Changes, prefix: str = "") -> dict[str, Any]:
+    """The configuration with the changes from `planned` to `stored` of keys that do not change results.
 
-    Folders and addresses are those of `now` in any case, as plans may come from strangers (see `placed_here`).
+    Folders and addresses are the stored ones in any case, as plans may come from strangers (see `placed_here`).
     """
     changed = dict(values)
-    for name, value in now.items():
+    for name, value in stored.items():
         key = f"{prefix}{name}"
         if key in PLACES:
             changed[name] = value
-        elif all(isinstance(of.get(name), Mapping) for of in (values, then, now)):
-            changed[name] = _changed_alike(values[name], then[name], value, f"{key}.")
-        elif free_on_resume(key) and value != then.get(name):
+        elif all(isinstance(of.get(name), Mapping) for of in (values, planned, stored)):
+            changed[name] = _changed_alike(values[name], planned[name], value, f"{key}.")
+        elif free_on_resume(key) and value != planned.get(name):
             changed[name] = value
     return changed
 

@@ -50,10 +50,10 @@ def sample_subspace(
         raise ValueError("a training budget and its cost table must be given together")
     paths = _Paths(size_table, limit, cost_table, math.inf if train_budget is None else train_budget)
     # What the device does not support costs infinity, and is not sent.
-    costs = size_table if cost_table is None else cost_table
+    supported = (size_table if cost_table is None else cost_table).supported
     operators_by_layer = [
-        [option for option, pair in enumerate(zip(*rows, strict=True)) if max(pair) < math.inf]
-        for rows in zip(size_table.options, costs.options, strict=True)
+        [option for option in sized if option in known]
+        for sized, known in zip(size_table.supported, supported, strict=True)
     ]
     paths.check(operators_by_layer)
     total = size_of(size_table, tuple(map(tuple, operators_by_layer)))

@@ -70,10 +70,10 @@ def supported_macs(world: World) -> CostTable:
 def targets_of(world: World, config: TargetSearchConfig) -> list[Target]:
     """The configured targets, by default each tier's cost interval; ValueError for an invalid or duplicate target."""
     above: Sequence[float | None] = config.macs_above or [None] * len(config.macs)
+    macs = supported_macs(world)
     try:
         targets = [
-            macs_target(value, config.tolerance, supported_macs(world), lower)
-            for value, lower in zip(config.macs, above, strict=True)
+            macs_target(value, config.tolerance, macs, lower) for value, lower in zip(config.macs, above, strict=True)
         ]
     except ValueError as error:
         raise ValueError(f"method.search: {error}") from error

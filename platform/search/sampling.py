@@ -47,7 +47,7 @@ class IntervalSampler:
         self.table = table
         self.interval = interval
         self.rows = [np.asarray(row, dtype=np.float64) for row in table.options]
-        self.supported = [np.flatnonzero(np.isfinite(row)) for row in self.rows]
+        self.supported = [np.array(options, dtype=np.int64) for options in table.supported]
 
     def contains(self, architecture: Architecture) -> bool:
         """Whether the architecture's cost lies in the interval."""

@@ -101,6 +101,20 @@ def zeros_on(device: str, x: Tensor) -> Tensor:
     return x if device == "meta" else torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
+def miscounted(
+    space: "SearchSpace", measures: Iterable[str], architectures: Sequence[Architecture]
+) -> Iterator[tuple[Architecture, str, float, float]]:
+    """The architectures whose built module does not cost what the table says: measure, the table's and the built cost.
+
+    Costs are equal to a millionth.
+    """
+    for measure, architecture in itertools.product(measures, architectures):
+        in_table = space.cost_table(measure).cost(architecture)
+        built = measure_of(measure).cost(partial(space.build_subnet, architecture), samples_of(space))
+        if not math.isclose(in_table, built, rel_tol=1e-6):
+            yield architecture, measure, in_table, built
+
+
 def measure_of(name: str) -> Measure:
     """The measure of this name; ValueError for an unknown one."""
     match name:

@@ -83,8 +83,8 @@ class PlainGenome:
 
 def draw_supported(genome: Genome, table: CostTable, count: int, rng: np.random.Generator) -> Ints:
     """Random architectures of supported options alone; those of the genome if the table has no infinite cost."""
-    supported = [[option for option, cost in enumerate(row) if cost < math.inf] for row in table.options]
-    if all(len(options) == len(row) for options, row in zip(supported, table.options, strict=True)):
+    supported = table.supported
+    if [*map(len, supported)] == [*map(len, table.options)]:
         return genome.draw(count, rng)
     drawn = PlainGenome(tuple(map(len, supported))).draw(count, rng)
     return np.stack([np.array(options)[drawn[:, i]] for i, options in enumerate(supported)], axis=1)

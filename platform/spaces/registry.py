@@ -1,9 +1,6 @@
 """The registry of search spaces by name, and trials of a user's own space before a run starts."""
 
 from collections.abc import Mapping
-from functools import partial
-from itertools import product
-from math import isclose
 from typing import Any
 
 import torch
@@ -11,7 +8,7 @@ from torch import nn
 
 from fedloom.platform.plugins import PluginError, Registry, Shipped, an, blaming, is_import_path
 from fedloom.platform.settings import component_specs
-from fedloom.platform.spaces.base import SearchSpace, load_sent, measure_of, samples_of
+from fedloom.platform.spaces.base import SearchSpace, load_sent, miscounted
 from fedloom.platform.spaces.capabilities import HasExits, lacking
 from fedloom.platform.spaces.slices import Architecture, extract
 from fedloom.platform.spaces.space_config import LoraConfig, SpaceBuilder, SpaceConfig
@@ -80,15 +77,14 @@ def _check_costs(space: SearchSpace, config: SpaceConfig) -> None:
     if not measured:
         return
     mixed = tuple(count // 2 for count in space.options)
-    for measure, architecture in product(("macs", "parameters", "bytes"), (space.largest, mixed)):
-        summed = space.cost_table(measure).cost(architecture)
-        built = measure_of(measure).cost(partial(space.build_subnet, architecture), samples_of(space))
-        if not isclose(summed, built, rel_tol=1e-6):
-            raise PluginError(
-                f"space {config.name!r}: architecture {'-'.join(map(str, architecture))} has {built:.10g} {measure}, "
-                f"and {summed:.10g} as a sum over its decisions, so that costs are not additive: join decisions that "
-                "depend on each other into one, or override `_table_of`"
-            )
+    for architecture, measure, summed, built in miscounted(
+        space, ("macs", "parameters", "bytes"), (space.largest, mixed)
+    ):
+        raise PluginError(
+            f"space {config.name!r}: architecture {'-'.join(map(str, architecture))} has {built:.10g} {measure}, "
+            f"and {summed:.10g} as a sum over its decisions, so that costs are not additive: join decisions that "
+            "depend on each other into one, or override `_table_of`"
+        )
 
 
 def _check_logits(logits: object, config: SpaceConfig, what: str, architecture: Architecture) -> None:
