@@ -24,6 +24,7 @@ from fedloom.platform.results.files import (
     read_file,
     read_json,
     remove_temporaries,
+    stamp_of,
     typed,
     within,
     without_number,
@@ -154,6 +155,7 @@ def _store(folder: Path, name: str, group: TensorGroup) -> StoredGroup:
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Loads the checkpoint in the folder; one-line ValueError if there is none or a file is damaged."""
     path = as_stored(folder / STATE_FILE)
+    stamp = stamp_of(path)
     try:
         content = read_file(path)
     except FileNotFoundError as error:
@@ -174,6 +176,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(_damaged(path, "it is not the state of a checkpoint")) from error
+    except ValueError:
+        if stamp_of(path) == stamp:
+            raise
+        return load_checkpoint(folder)  # a run at work has replaced it, and deleted the tensors of the earlier one
     return Checkpoint(groups, data)
 
 
@@ -281,12 +287,18 @@ def load_model(paths: RunPaths, name: str) -> tuple[dict[str, Tensor], dict[str,
     if name not in list_models(paths):
         known = ", ".join(list_models(paths)) or "none"
         raise ValueError(f"run {paths.run_id!r} has no model {name!r}; its models: {known}")
+    stamp = stamp_of(path)
     try:
         content = read_json(path)
         file, sha256, card = within(paths.artifacts, content["file"]), content["hash"], content["card"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(_damaged(path, "it is not the card of a model")) from error
-    return _read_tensors(file, sha256), card
+    try:
+        return _read_tensors(file, sha256), card
+    except ValueError:
+        if stamp_of(path) == stamp:
+            raise
+        return load_model(paths, name)  # a run at work has replaced it, and deleted the earlier tensors
 
 
 def list_models(paths: RunPaths) -> list[str]:

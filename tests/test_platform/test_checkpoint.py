@@ -10,7 +10,7 @@ import torch
 
 from fedloom.platform.results import checkpoint as checkpoint_module
 from fedloom.platform.results.checkpoint import check_same_config, load_checkpoint, save_checkpoint
-from fedloom.platform.results.files import hashed_json
+from fedloom.platform.results.files import hashed_json, read_file
 from fedloom.platform.spaces.slices import TensorGroup
 
 WEIGHTS = {
@@ -152,6 +152,21 @@ def test_damage_is_named_in_one_line(tmp_path: Path) -> None:
     refused(tmp_path, "state.json is damaged")
     state.write_bytes(hashed_json({"checkpoint_version": 99, "bags": {}, "data": {}}))
     refused(tmp_path, "written by a newer version")
+
+
+def test_a_checkpoint_that_its_run_replaces_while_it_is_read_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_checkpoint(tmp_path, {"w": TensorGroup({"w": torch.zeros(2)}, 0)}, {"round": 0})
+
+    def read(path: Path, *most_bytes: int) -> bytes:
+        if path.name == saved["w"].file:  # which the next checkpoint deletes
+            save_checkpoint(tmp_path, {"w": TensorGroup({"w": torch.ones(2)}, 1)}, {"round": 1}, saved)
+        return read_file(path, *most_bytes)
+
+    monkeypatch.setattr(checkpoint_module, "read_file", read)
+    found = load_checkpoint(tmp_path)
+    assert (found.data, found.groups["w"].tensors["w"].tolist()) == ({"round": 1}, [1.0, 1.0])
 
 
 def test_what_cannot_be_stored_is_refused_and_nothing_changes(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.platform.results import checkpoint as checkpoint_module
 from fedloom.platform.results.checkpoint import ModelFile, list_models, load_model, save_model
+from fedloom.platform.results.files import read_file
 from fedloom.platform.results.paths import RunPaths, find_run, list_runs, new_run_id, run_paths
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
@@ -117,6 +119,22 @@ def test_saving_again_replaces_and_a_crash_keeps_the_old(tmp_path: Path, monkeyp
     assert load_model(paths, "m.best")[1] == {"n": 7}
     assert len(list(paths.models.iterdir())) == 4
     assert list_models(paths) == ["m", "m.best"]
+
+
+def test_a_model_that_its_run_replaces_while_it_is_read_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path, "demo", "r1")
+    model = save_model(paths, "m", {"w": torch.zeros(1)}, {"n": 0})
+
+    def read(path: Path, *most_bytes: int) -> bytes:
+        if path == paths.artifacts / model.file:
+            save_model(paths, "m", {"w": torch.ones(1)}, {"n": 1})
+        return read_file(path, *most_bytes)
+
+    monkeypatch.setattr(checkpoint_module, "read_file", read)
+    tensors, card = load_model(paths, "m")
+    assert (tensors["w"].item(), card) == (1.0, {"n": 1})
 
 
 def test_missing_and_damaged_models_are_named(tmp_path: Path) -> None:
