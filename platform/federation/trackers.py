@@ -23,7 +23,7 @@ from typing import Any
 from fedloom.platform.federation.algorithm import Row
 from fedloom.platform.federation.config import TrackingConfig
 from fedloom.platform.federation.event_files import scalars
-from fedloom.platform.results.files import read_json, write_atomically
+from fedloom.platform.results.files import read_json, within, write_atomically
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_runs
 
@@ -96,7 +96,10 @@ class Trackers:
             rows = read_runs([self._paths], "models").drop_duplicates("file")
             for row in rows.to_dict("records"):
                 named = "-".join(str(row[name]) for name in ("stage", "tier", "architecture") if row[name])
-                models.append((str(self._paths.artifacts / str(row["file"])), named.replace("/", "-")))
+                try:
+                    models.append((str(within(self._paths.artifacts, row["file"])), named.replace("/", "-")))
+                except ValueError as error:  # in a stranger's results
+                    logger.warning("a model is not sent to trackers: %s", error)
         for tracker in self._trackers:
             tracker.end(state, models)
         began_s = time.monotonic()

@@ -26,6 +26,7 @@ from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.results.paths import RunPaths, list_runs
 from fedloom.platform.results.tables import read_runs
+from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import RunIdentity, Watcher, make_serial, resume_run, start_run
 
 Tiny = Callable[..., RunConfig]
@@ -166,6 +167,22 @@ def test_whatever_a_tracker_does_the_run_goes_on(
     assert all(text.startswith(begin) for text, begin in zip(texts, says, strict=True)), texts
     if not says:
         assert told(fake, "finished") == [{"finished": 0}]
+
+
+def test_no_file_outside_the_run_is_sent_whatever_its_table_names(
+    tmp_path: Path, fake: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "secret").write_text("a key")
+    writer = RunWriter.create(tmp_path, "demo", "run-1")
+    writer.paths.models.mkdir()
+    (writer.paths.models / "m.safetensors").write_text("weights")
+    for stage, file in (("strange", "../../secret"), ("train", "models/m.safetensors")):
+        writer.add("models", stage=stage, tier="1", architecture="0", file=file)
+    writer.close()
+    tracked(tmp_path, models=True).close("done")
+    assert told(fake, "model") == [{"model": "train-1-0", "size": 7}]
+    assert told(fake, "finished")
+    assert "a model is not sent to trackers: '../../secret' is no name of a file in" in caplog.text
 
 
 def test_rounds_beyond_the_queue_are_counted(
