@@ -6,7 +6,7 @@ of its tensors and the journal, and a card carries the hash of its model. Logs, 
 not listed, because no result depends on them.
 
 Before a file is replaced, its old and new content are listed, so that after a crash it matches one of them. Rows are
-read from all files of a table's folder, so that an unlisted file there is a problem, too.
+read from all files of a table's folder, and models from all cards, so that an unlisted file there is a problem, too.
 """
 
 import hashlib
@@ -198,10 +198,12 @@ def problems(paths: RunPaths) -> list[str]:
         lines = [f"{line}: {ADVICE}" for line in mismatches if line]
         # A part that was copied there, for example by a program that synchronises folders, would double rows.
         parts = sorted(part for folder in paths.tables() for part in folder.rglob("*.parquet"))
+        readable = {part: "rows" for part in parts if not part.name.startswith((".", "_"))}
+        readable |= dict.fromkeys(sorted(paths.models.glob("*.json")), "a model")
         lines += [
-            f"{part} was not written by its run, and would be read as rows of it: move it out of the results"
-            for part in parts
-            if not part.name.startswith((".", "_")) and part.relative_to(paths.root).as_posix() not in listed
+            f"{file} was not written by its run, and would be read as {what} of it: move it out of the results"
+            for file, what in readable.items()
+            if file.relative_to(paths.root).as_posix() not in listed
         ]
         # If the run is at work, a file may have been replaced since the manifest was read.
         if not lines or last == (content, lines):

@@ -17,7 +17,7 @@ from fedloom.experiments.runs.configuration import stored_config
 from fedloom.experiments.verify import Verified, verified
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import InterruptedRunError
-from fedloom.platform.results.checkpoint import run_checkpoint
+from fedloom.platform.results.checkpoint import list_models, run_checkpoint, save_model
 from fedloom.platform.results.files import from_hashed_json, hashed_json
 from fedloom.platform.results.manifest import (
     ANY,
@@ -283,6 +283,16 @@ def test_rows_that_no_run_wrote_are_noticed(copy: RunPaths, name: str) -> None:
     for harmless in (".part-00001.parquet.tmp", ".part-00000.parquet", "_metadata.parquet", "desktop.ini"):
         (part.parent / harmless).write_bytes(b"x")
     assert problems(copy) == []
+
+
+@pytest.mark.parametrize("name", ["tier-9.json", ".tier-9.json"])
+def test_models_that_no_run_wrote_are_noticed(copy: RunPaths, name: str) -> None:
+    save_model(copy, "tier-9", {}, {})
+    card = (copy.models / "tier-9.json").rename(copy.models / name)
+    assert name.removesuffix(".json") in list_models(copy)
+    assert refused(copy) == (
+        f"{card} was not written by its run, and would be read as a model of it: move it out of the results"
+    )
 
 
 def test_a_run_that_adds_parts_is_whole_at_every_moment(tmp_path: Path) -> None:
