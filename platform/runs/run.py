@@ -189,6 +189,7 @@ def _beginning(world: World, writer: RunWriter) -> _Beginning:
         return _Beginning(RunState(), None, row, keeper(config, paths, key))
     # Saved before the row is written, so that a resumed run never trains a supernet that its row attributes to another.
     saved = save_state(paths.checkpoint, supernet.state, writer.position, asdict(config), paths.run_id)
+    writer.manifest.require(paths.checkpoint / STATE_FILE)
     return _Beginning(supernet.state, saved, {"supernet": key, "supernet_run_id": supernet.run_id})
 
 

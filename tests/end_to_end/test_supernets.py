@@ -1,6 +1,7 @@
 """A supernet is trained once: other runs begin with it, and find what they would have found with their own."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,6 +254,16 @@ def test_a_run_that_was_interrupted_in_training_stores_its_supernet(tiny_config:
     run_id = interrupted_run(config)
     resume_run(config, run_id, make_serial)
     assert stored_supernet(Path(config.results), key_of(config)) == run_id
+
+
+def test_a_run_that_lost_the_supernet_it_began_with_is_refused(tiny_config: Tiny) -> None:
+    """It would train one itself, which its row says is another run's."""
+    config = tiny_config(reuse_supernet=True)
+    store_supernet(Path(config.results), key_of(config), RunState(), "run-1", config)
+    paths = find_run(Path(config.results), interrupted_run(config))
+    shutil.rmtree(paths.checkpoint)
+    with pytest.raises(ValueError, match=r"state\.json is not what its run wrote: .* found no file"):
+        resume_run(config, paths.run_id, make_serial)
 
 
 @pytest.mark.parametrize("change", ["source", "switched off"])
