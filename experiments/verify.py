@@ -11,7 +11,7 @@ from fedloom.platform.data.partition import prepared_for
 from fedloom.platform.data.prepare import prepared_folder
 from fedloom.platform.results.checkpoint import list_models, load_model, run_checkpoint
 from fedloom.platform.results.files import as_stored, from_json, read_json
-from fedloom.platform.results.manifest import has_hashed_checkpoint, manifest_path, problems
+from fedloom.platform.results.manifest import has_hashed_checkpoint, lost_records, manifest_path, problems
 from fedloom.platform.results.paths import NAMES, STATE_FILE, Names, RunPaths, read_names
 from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import count_rows, is_done, read_runs, stored_parts
@@ -39,7 +39,7 @@ def verified(paths: RunPaths) -> Verified:
     """Checks a run's files, models, rows and prepared data against what was recorded about them; changes nothing."""
     lines: list[str] = []
     unchecked: list[str] = []
-    for check in (problems, _checkpoint, _end, _models, _names, partial(_inputs, unchecked=unchecked)):
+    for check in (problems, lost_records, _checkpoint, _end, _models, _names, partial(_inputs, unchecked=unchecked)):
         try:
             lines += check(paths)
         except ValueError as error:

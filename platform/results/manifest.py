@@ -32,6 +32,7 @@ from fedloom.platform.results.files import (
     write_atomically,
 )
 from fedloom.platform.results.paths import STATE_FILE, RunPaths
+from fedloom.platform.results.tables import count_rows, stored_parts
 from fedloom.platform.words import said
 
 FILE = "manifest.json"
@@ -219,6 +220,17 @@ def check_files(paths: RunPaths) -> None:
     if lines:
         more = f" (and {len(lines) - 1} more: fedloom verify {paths.run_id})" if len(lines) > 1 else ""
         raise ValueError(f"{lines[0]}{more}")
+
+
+def lost_records(paths: RunPaths) -> list[str]:
+    """A line, if a run has rounds and neither a manifest nor a checkpoint: a resume would drop all its rows."""
+    records = manifest_path(paths), as_stored(paths.checkpoint / STATE_FILE)
+    if any(path.exists() for path in records) or not any(map(count_rows, stored_parts(paths.table("rounds")))):
+        return []
+    return [
+        f"{paths.table('rounds')} has rows, but {records[0]} and {records[1]} are missing: "
+        "restore both from a copy, or start a new run"
+    ]
 
 
 def check_regular(paths: RunPaths) -> None:

@@ -31,7 +31,7 @@ from fedloom.platform.results.checkpoint import Saved, check_same_config, run_ch
 from fedloom.platform.results.copies import MirrorError, check_results, fetch, fetch_folder, mirrored
 from fedloom.platform.results.files import as_stored
 from fedloom.platform.results.lock import OwnershipLostError
-from fedloom.platform.results.manifest import check_files, check_regular
+from fedloom.platform.results.manifest import check_files, check_regular, lost_records
 from fedloom.platform.results.paths import (
     STATE_FILE,
     SUPERNETS,
@@ -242,6 +242,8 @@ def resume_run(
                 f"code of run {run_id} has changed since it last ran: {', '.join(changed)}; its copy is in "
                 f"{copies}: restore it, or go on with --changed-plugins if the change is intended"
             )
+        for line in lost_records(paths):
+            raise ValueError(line)
         state, position = RunState(), dict[str, Any]()
         if as_stored(paths.checkpoint / STATE_FILE).exists():
             checkpoint = run_checkpoint(paths)

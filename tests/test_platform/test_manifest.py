@@ -29,7 +29,7 @@ from fedloom.platform.results.manifest import (
     problems,
 )
 from fedloom.platform.results.paths import RunPaths, list_runs
-from fedloom.platform.results.tables import is_done
+from fedloom.platform.results.tables import count_rows, is_done, stored_parts
 from fedloom.platform.results.writer import Journal, RunWriter, journalled_rows
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 
@@ -258,6 +258,8 @@ def test_a_run_without_checkpoint_and_manifest_gets_one_when_it_is_resumed(copy:
     assert problems(copy) == []
     assert verified(copy).remarks == ("no manifest: an earlier version of fedloom wrote this run",)
     shutil.rmtree(copy.checkpoint)
+    for part in copy.table("rounds").glob("*.parquet"):  # it ended before its first round
+        part.unlink()
     (remark,) = verified(copy).remarks
     assert remark.endswith("an earlier version of fedloom wrote this run, or it ended before its first checkpoint")
     resumed(copy)
@@ -268,6 +270,18 @@ def test_a_run_whose_manifest_was_lost_is_refused(copy: RunPaths) -> None:
     manifest_path(copy).unlink()
     assert refused(copy) == f"{manifest_path(copy)} is missing: restore it from a copy, or start a new run"
     assert verified(copy).remarks == ()
+
+
+def test_a_run_whose_manifest_and_checkpoint_were_lost_keeps_its_rows(copy: RunPaths) -> None:
+    manifest_path(copy).unlink()
+    shutil.rmtree(copy.checkpoint)
+    line = refused_anyhow(copy)
+    assert line == (
+        f"{copy.table('rounds')} has rows, but {manifest_path(copy)} and {copy.checkpoint / 'state.json'} are missing: "
+        "restore both from a copy, or start a new run"
+    )
+    assert verified(copy).problems == (line,)
+    assert sum(map(count_rows, stored_parts(copy.table("rounds")))) == 2
 
 
 @pytest.mark.parametrize("name", ["part-00000 (conflicted copy).parquet", "part-00001.parquet", "a/part-00000.parquet"])
