@@ -534,7 +534,8 @@ class Mirror:
     def _opened(self) -> dict[str, _RunFile]:
         """The run's files as they are; those that have changed since they were sent are opened, as far as they may."""
         files: dict[str, _RunFile] = {}
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        # The files of one checkpoint are sent while those of the next are open; half of the limit is the run's own.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         for folder in self._folders:
             for parent, _, names in os.walk(self._paths.root / folder):
                 # Names that begin with a dot are temporary files.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import pyarrow.dataset
 import pyarrow.fs as pafs
 import pytest
@@ -13,11 +14,11 @@ import pytest
 from fedloom.platform.clients.execution import SerialExecutor
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World
-from fedloom.platform.results.copies import fetch
+from fedloom.platform.results.copies import Mirror, fetch
 from fedloom.platform.results.paths import find_run
 from fedloom.platform.results.status import read_status
 from fedloom.platform.results.store import local_root
-from fedloom.platform.results.tables import read_table
+from fedloom.platform.results.tables import TABLES, read_table
 from fedloom.platform.runs.run import RunIdentity, make_serial, start_run
 
 Elastic = Callable[..., RunConfig]
@@ -43,6 +44,33 @@ def test_more_tensors_than_a_process_may_have_open_files_are_copied(
     tensors = [{p.name for p in root.rglob("*.safetensors")} for root in (local_root(url), bucket)]
     assert tensors[0] == tensors[1] != set()
     assert read_table(bucket, "runs", run_id=run_id)["status"].tolist() == ["done"]
+
+
+def test_two_checkpoints_of_many_tensors_leave_the_run_half_of_its_open_files(
+    url: str, machine: Machine, small_run: Any, watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 400
+    monkeypatch.setattr("fedloom.platform.results.copies.resource.getrlimit", lambda _: (most, most))
+    paths = small_run().paths
+    paths.checkpoint.mkdir()
+    for index in range(most):
+        (paths.checkpoint / f"w-v{index}.safetensors").touch()
+    process, opened = psutil.Process(), list[int]()
+    before = process.num_fds()
+
+    def next_checkpoint(kind: str, name: str) -> None:
+        if not opened:
+            mirror.checkpoint()
+            opened.append(process.num_fds() - before)
+            raise OSError("enough")
+
+    mirror = Mirror(watched(url, next_checkpoint), paths)
+    with pytest.raises(OSError, match="enough"):
+        mirror.turn()
+    others = 2 * (len(TABLES) + 1)  # the tables and the status are always opened
+    assert 0 < opened[0] <= most // 2 + others
+    mirror.turn(mirror._take())
+    assert process.num_fds() == before
 
 
 def test_a_copy_is_read_on_another_machine_by_fedloom_and_by_pyarrow_alone(copied: Any, machine: Machine) -> None:
