@@ -15,12 +15,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
-from uuid import uuid4
 
 import psutil
 from filelock import FileLock, Timeout
 
-from fedloom.platform.results.files import MOST_NOTE_BYTES, from_json, opened, read_file, typed
+from fedloom.platform.results.files import MOST_NOTE_BYTES, content_hash, from_json, opened, read_file, typed
 from fedloom.platform.results.store import Target, is_remote, open_target
 
 FILE = ".owner"
@@ -130,7 +129,10 @@ def _parents() -> dict[Process, int]:
 
 @dataclass(frozen=True)
 class Lease:
-    """The owner of a folder: a process (see `Process`) and its machine, identified by `place` (see `this_place`)."""
+    """The owner of a folder: a process (see `Process`) and its machine, identified by `place` (see `this_place`).
+
+    `token` identifies the local folder, because one process may own the copies of one run in two folders.
+    """
 
     token: str
     host: str
@@ -139,9 +141,10 @@ class Lease:
     started: float
 
     @classmethod
-    def own(cls) -> "Lease":
-        """A new lease of the current process."""
-        return cls(uuid4().hex, platform.node()[:64], this_place(), *this_process())
+    def own(cls, folder: Path) -> "Lease":
+        """The lease of the current process for this local folder."""
+        token = content_hash(str(folder.resolve()).encode())
+        return cls(token, platform.node()[:64], this_place(), *this_process())
 
     @property
     def is_over(self) -> bool:
@@ -167,16 +170,20 @@ def _decoded(content: bytes) -> Lease | None:
 class RemoteLease:
     """The ownership of a folder at a URL by this process."""
 
-    def __init__(self, target: Target, folder: str, what: str, *, fresh: bool = False, take_over: bool = False) -> None:
+    def __init__(
+        self, target: Target, folder: str, what: str, own: Lease, *, fresh: bool = False, take_over: bool = False
+    ) -> None:
         """Raises OwnedError naming the owner if another process has the lease; a `fresh` folder is not checked.
 
-        No other process can know a folder that was just made. `take_over` replaces the lease, whoever has it.
+        No other process can know a folder that was just made. `take_over` replaces the lease, whoever has it. `own` is
+        that of the local folder, whose lock this process holds: where it is found, it could not be deleted earlier.
         """
         self._target, self._name, self._what = target, f"{folder}/{FILE}", what
-        self._own, self.lost = Lease.own(), ""
-        if not fresh and not take_over and (content := self._read()) is not None:
+        self._own, self.lost = own, ""
+        # An empty file came with a copied folder, whose owner had ended (see `owned`).
+        if not fresh and not take_over and (content := self._read()):
             other = _decoded(content)
-            if other is None or not other.is_over:
+            if other is None or not (other == own or other.is_over):
                 raise OwnedError(self._refusal(other))
         self._target.write(self._name, self._own.encoded())
         if not fresh:
@@ -239,12 +246,13 @@ def owned(
     """
     with ExitStack() as held:
         held.enter_context(_locked(folder, what, WAIT_S))
-        _say(folder, Lease.own().encoded())
+        own = Lease.own(folder)
+        _say(folder, own.encoded())
         held.callback(_say, folder, b"")
         lease = None
         if is_remote(results):
             name = folder.relative_to(root).as_posix()
-            lease = RemoteLease(open_target(str(results)), name, what, fresh=fresh, take_over=take_over)
+            lease = RemoteLease(open_target(str(results)), name, what, own, fresh=fresh, take_over=take_over)
             held.callback(lease.release)
         yield Ownership(lease)
 

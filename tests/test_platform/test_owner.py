@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -198,7 +199,31 @@ def test_a_lease_of_a_process_that_ended_on_this_machine_keeps_nobody_out(
         pass
 
 
-@pytest.mark.parametrize("left", [b'{"token": "t", "ho', b"[]", b""])
+def test_an_ended_owners_empty_file_that_was_copied_to_a_url_keeps_nobody_out(
+    url: str, here: Path, there: Path
+) -> None:
+    with take(here):
+        pass
+    shutil.copy(here / FILE, there / FILE)
+    with take(here, url) as ownership:
+        ownership.ask()
+
+
+def test_a_lease_that_could_not_be_deleted_keeps_its_own_process_not_out(
+    url: str, here: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(self: Target, name: str) -> None:
+        raise OSError("no route")
+
+    with monkeypatch.context() as patch, take(here, url):
+        patch.setattr(Target, "delete", unreachable)
+    assert (there / FILE).exists()
+    with take(here, url) as ownership:
+        ownership.ask()
+    assert not (there / FILE).exists()
+
+
+@pytest.mark.parametrize("left", [b'{"token": "t", "ho', b"[]"])
 def test_a_damaged_lease_is_replaced_only_when_the_user_says_so(url: str, here: Path, there: Path, left: bytes) -> None:
     (there / FILE).write_bytes(left)
     with pytest.raises(OwnedError, match="another process"), take(here, url):
