@@ -165,34 +165,38 @@ def _fetch_newer(target: Target, root: Path, folder: str) -> None:
         path = root / name
         if not path.exists() or path.stat().st_mtime_ns < file.mtime_ns:
             newer[name] = file
-    for name, temporary in _downloaded(target, root, newer).items():
-        os.replace(temporary, root / name)
+    with _downloaded(target, root, newer) as temporaries:
+        for name, temporary in temporaries.items():
+            os.replace(temporary, root / name)
 
 
-def _downloaded(target: Target, root: Path, files: Mapping[str, RemoteFile]) -> dict[str, Path]:
-    """Downloads files in parallel to temporary ones, which the caller renames in the order of the returned names.
+@contextmanager
+def _downloaded(target: Target, root: Path, files: Mapping[str, RemoteFile]) -> Iterator[dict[str, Path]]:
+    """Downloads files in parallel to temporary ones, which the caller renames in the order of the yielded names.
 
-    Files that were deleted or replaced since they were listed are left out. After a crash a fetch can be repeated.
+    Those that it leaves are deleted at the end of the block, also after an error. Files that were deleted or replaced
+    since they were listed are left out. After a crash a fetch can be repeated.
     """
+    temporaries = {name: (root / name).with_name(f".{Path(name).name}.{uuid4().hex[:12]}.tmp") for name in files}
 
-    def download(name: str) -> Path | None:
-        path, file = root / name, files[name]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{uuid4().hex[:12]}.tmp")
+    def is_downloaded(name: str) -> bool:
+        temporary, file = temporaries[name], files[name]
+        temporary.parent.mkdir(parents=True, exist_ok=True)
         try:
             size_bytes = target.download(name, temporary)
-        except FileNotFoundError:
-            size_bytes = -1
-        if size_bytes != file.size_bytes:
-            temporary.unlink(missing_ok=True)
-            return None
-        # The remote file's time identifies the version of the copy.
-        os.utime(temporary, ns=(file.mtime_ns, file.mtime_ns))
-        return temporary
+            # The remote file's time identifies the version of the copy.
+            os.utime(temporary, ns=(file.mtime_ns, file.mtime_ns))
+        except FileNotFoundError:  # deleted there, or here by a run that was taken up and has tidied its folders
+            return False
+        return size_bytes == file.size_bytes
 
-    with ThreadPoolExecutor(_CONNECTIONS) as threads:
-        temporaries = zip(files, threads.map(download, files), strict=True)
-        return {name: temporary for name, temporary in temporaries if temporary is not None}
+    try:
+        with ThreadPoolExecutor(_CONNECTIONS) as threads:
+            arrived = [*threads.map(is_downloaded, files)]
+        yield {name: temporaries[name] for name, is_whole in zip(files, arrived, strict=True) if is_whole}
+    finally:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
 
 
 def _is_same(path: Path, file: RemoteFile) -> bool:
@@ -312,11 +316,11 @@ class _Fetch:
         }
         if not wanted and not self._deleted(run_id, files):
             return "same"
-        temporaries = _downloaded(self.target, root, wanted)
-        with nullcontext(True) if run_id == self.owned else unowned(root / ARTIFACTS / run_id) as is_free:
+        with (
+            _downloaded(self.target, root, wanted) as temporaries,
+            nullcontext(True) if run_id == self.owned else unowned(root / ARTIFACTS / run_id) as is_free,
+        ):
             if not is_free or self._stamps(run_id) != before:  # it was taken up, or fetched, meanwhile
-                for temporary in temporaries.values():
-                    temporary.unlink(missing_ok=True)
                 return "changed"
             for name, temporary in temporaries.items():
                 os.replace(temporary, root / name)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedloom.platform.results.copies import fetch, fetch_folder, mirror_folder, mirrored
-from fedloom.platform.results.files import hashed_json
+from fedloom.platform.results.files import hashed_json, remove_temporaries
 from fedloom.platform.results.lock import owned
 from fedloom.platform.results.paths import NO_NAMES, Names, list_runs, run_paths, write_names
 from fedloom.platform.results.status import StatusFile
@@ -240,6 +240,45 @@ def test_a_file_that_disappears_while_it_is_fetched_is_looked_for_again(
     root = fetch(url)
     assert [p.name for p in root.rglob("*.safetensors")] == ["w-v2.safetensors"]
     assert list(root.rglob("*.tmp")) == []
+
+
+def test_a_failed_download_leaves_no_part_of_any_file(
+    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, bucket: Path
+) -> None:
+    for name in ("ablation.json", "ends.json", "status.json"):
+        put(bucket / f"ablations/a1/{name}", name)
+    download = Target.download
+
+    def broken(self: Target, name: str, path: Path) -> int:
+        size_bytes = download(self, name, path)
+        if name.endswith("ends.json"):
+            raise OSError("the network is down")
+        return size_bytes
+
+    monkeypatch.setattr(Target, "download", broken)
+    with pytest.raises(ValueError, match="the network is down"):
+        fetch_folder(url, "ablations/a1")
+    assert [path for path in local_root(url).rglob("*") if path.is_file()] == []
+
+
+def test_a_run_that_is_taken_up_may_tidy_up_while_it_is_fetched(
+    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, bucket: Path
+) -> None:
+    put(bucket / "rounds/experiment=e/run_id=r1/part-00000.parquet", "rows")
+    put(bucket / "artifacts/r1/status.json", status_text("done", EARLY))
+    download, tidied = Target.download, list[str]()
+
+    def overtaken(self: Target, name: str, path: Path) -> int:
+        size_bytes = download(self, name, path)
+        if name not in tidied:
+            tidied.append(name)
+            remove_temporaries(path.parent)
+        return size_bytes
+
+    monkeypatch.setattr(Target, "download", overtaken)
+    root = fetch(url)
+    assert (root / "rounds/experiment=e/run_id=r1/part-00000.parquet").read_text() == "rows"
+    assert (root / "artifacts/r1/status.json").exists()
 
 
 def test_folders_beside_the_runs_go_there_and_come_back(url: str, machine: Machine, bucket: Path) -> None:
