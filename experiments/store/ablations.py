@@ -12,7 +12,9 @@ from fedloom.platform.results.files import (
     check_name,
     from_hashed_json,
     hashed_json,
+    irregular,
     is_hashed,
+    is_irregular,
     read_file,
     write_atomically,
 )
@@ -163,7 +165,13 @@ def write_ablation(root: Path, ablation: Ablation, *, replaces: bool = False) ->
 
 
 def read_ablation(folder: Path) -> Ablation:
-    """Reads the plan in a folder; ValueError if it is missing, damaged or changed, or has a newer format."""
+    """Reads the plan in a folder; ValueError if it is missing, damaged or changed, or has a newer format.
+
+    A link, a pipe or the like among the ablation's files is refused, too, before any of them is opened.
+    """
+    for path in (folder.parent, folder, *folder.glob("*")):
+        if is_irregular(path):
+            raise ValueError(irregular(path))
     path = folder / PLAN
     try:
         values = from_hashed_json(read_file(path), path, allow_plain=True)

@@ -14,6 +14,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -79,6 +80,21 @@ def opened(path: Path, flags: int = os.O_RDONLY, most_bytes: int = MOST_BYTES) -
     if is_regular:
         raise ValueError(f"{path} has {status.st_size} bytes, of which at most {most_bytes} are read: move it away")
     raise ValueError(irregular(path))
+
+
+def is_irregular(path: Path | str) -> bool:
+    """Whether there is a link, a pipe or the like at this path: neither a regular file, nor a folder, nor nothing."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not (stat.S_ISDIR(mode) or stat.S_ISREG(mode))
+
+
+def first_irregular(folder: Path, name: str) -> Path | None:
+    """The first link, pipe or the like on the way from a folder to what has this name in it; None if there is none."""
+    paths = accumulate(Path(name).parts, Path, initial=folder)
+    return next((path for path in paths if path != folder and is_irregular(path)), None)
 
 
 def irregular(path: Path) -> str:

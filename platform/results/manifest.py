@@ -11,7 +11,6 @@ read from all files of a table's folder, and models from all cards, so that an u
 
 import hashlib
 import os
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +25,7 @@ from fedloom.platform.results.files import (
     hashed_json,
     irregular,
     is_hashed,
+    is_irregular,
     opened,
     read_file,
     within,
@@ -245,22 +245,17 @@ def has_hashed_checkpoint(paths: RunPaths) -> bool:
 
 
 def _irregular_paths(paths: RunPaths) -> list[Path]:
-    """What in a run's folders is neither a folder nor a regular file, and which of the folders are links.
+    """What in a run's folders, and which of the folders, is neither a folder nor a regular file.
 
     Reading such a path could block for ever, and writing through it would change files outside the results.
     """
     tops = (paths.artifacts, *paths.tables())
     above = {folder for top in tops for folder in (top, *top.parents) if folder.is_relative_to(paths.root)}
-    irregular_paths = sorted(folder for folder in above - {paths.root} if folder.is_symlink())
+    irregular_paths = sorted(folder for folder in above - {paths.root} if is_irregular(folder))
     for top in tops:
         for parent, folders, names in os.walk(top):
-            for path in (Path(parent, name) for name in sorted((*folders, *names))):
-                try:
-                    mode = os.lstat(path).st_mode
-                except FileNotFoundError:  # just removed
-                    continue
-                if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-                    irregular_paths.append(path)
+            paths_there = (Path(parent, name) for name in sorted((*folders, *names)))
+            irregular_paths += [path for path in paths_there if is_irregular(path)]
     return irregular_paths
 
 

@@ -16,7 +16,14 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from fedloom.platform.data.config import machine_cache
-from fedloom.platform.results.files import check_writable, content_hash, irregular, within
+from fedloom.platform.results.files import (
+    check_writable,
+    content_hash,
+    first_irregular,
+    irregular,
+    is_irregular,
+    within,
+)
 from fedloom.platform.results.paths import ABLATIONS, ARTIFACTS, SUPERNETS
 from fedloom.platform.results.tables import TABLES
 
@@ -93,7 +100,8 @@ class RemoteFile:
 class Target:
     """A folder of a filesystem; names are relative to it, with slashes.
 
-    All failures raise a one-line OSError, missing files a FileNotFoundError.
+    All failures raise a one-line OSError, missing files a FileNotFoundError. On this machine's filesystem, links are
+    not followed and pipes are not waited for: a listing leaves them out, and all else fails.
     """
 
     filesystem: pafs.FileSystem
@@ -108,13 +116,22 @@ class Target:
         files: dict[str, RemoteFile] = {}
         with _one_line():
             for folder in under:
-                selector = pafs.FileSelector(self._path(folder), recursive=True, allow_not_found=True)
-                for info in self.filesystem.get_file_info(selector):
+                for info in self._below(self._path(folder)):
                     if info.type == pafs.FileType.File and not info.base_name.startswith("."):
                         name = info.path.removeprefix(self.base).lstrip("/")
                         within(Path(self.url), name)
                         files[name] = RemoteFile(info.size, info.mtime_ns or 0)
         return files
+
+    def _below(self, folder: str) -> Iterator[pafs.FileInfo]:
+        selector = pafs.FileSelector(folder, recursive=not self._has_links, allow_not_found=True)
+        for info in self.filesystem.get_file_info(selector):
+            if not self._has_links:
+                yield info
+            elif not is_irregular(info.path):
+                yield info
+                if info.type == pafs.FileType.Directory:  # a recursive listing would follow links
+                    yield from self._below(info.path)
 
     def folders(self, under: str) -> Sequence[str]:
         """The names of the folders directly in a folder, sorted; none if it is missing."""
@@ -186,7 +203,13 @@ class Target:
                 self.upload(_PROBE, nothing, 0)
             self.delete(_PROBE)
 
+    @property
+    def _has_links(self) -> bool:
+        return bool(self.filesystem.type_name == "local")
+
     def _path(self, name: str) -> str:
+        if self._has_links and (path := first_irregular(Path(self.base), name)) is not None:
+            raise OSError(irregular(path))
         return f"{self.base}/{name}" if name else self.base
 
 

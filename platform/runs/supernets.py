@@ -23,7 +23,14 @@ from fedloom.platform.federation.world import World
 from fedloom.platform.methods.registry import shared_training
 from fedloom.platform.results.checkpoint import differences, load_checkpoint
 from fedloom.platform.results.copies import mirror_folder
-from fedloom.platform.results.files import from_hashed_json, hashed_json, read_file, write_atomically
+from fedloom.platform.results.files import (
+    first_irregular,
+    from_hashed_json,
+    hashed_json,
+    irregular,
+    read_file,
+    write_atomically,
+)
 from fedloom.platform.results.lock import one_at_a_time
 from fedloom.platform.results.manifest import digest_of
 from fedloom.platform.results.paths import STATE_FILE, SUPERNETS, RunPaths
@@ -138,19 +145,15 @@ def load_supernet(root: Path, key: str, config: RunConfig) -> StoredSupernet | N
 
     Also None, with a warning, if it is damaged, or belongs to another key and was moved here.
     """
-    if not _folder(root, key).is_dir():
-        return None
     try:
-        return _load(root, key, config)
+        return _load(root, key, config) if _folder(root, key).is_dir() else None
     except ValueError as error:
-        logger.warning("supernet %s cannot be used: %s. This run trains its own and replaces it", key, error)
+        logger.warning("supernet %s cannot be used: %s. This run trains its own and replaces it if it can", key, error)
         return None
 
 
 def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
     folder = _folder(root, key)
-    if folder.is_symlink():
-        raise ValueError(f"{folder} is a link")
     try:
         origin = _origin(folder)
         run_id, expected_sha256 = str(origin["run_id"]), origin["state_sha256"]
@@ -176,7 +179,8 @@ def _load(root: Path, key: str, config: RunConfig) -> StoredSupernet:
 def store_supernet(root: Path, key: str, state: RunState, run_id: str, config: RunConfig) -> None:
     """Stores a trained supernet for later runs atomically, unless an intact one exists.
 
-    If several runs finish at the same time, the first one wins. Raises OSError for disk errors.
+    If several runs finish at the same time, the first one wins. Raises OSError for disk errors, and ValueError for a
+    link in the place of its folder.
     """
     folder = _folder(root, key)
     with one_at_a_time(root / SUPERNETS):
@@ -214,8 +218,8 @@ def keeper(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState],
             return
         try:
             store_supernet(paths.root, key, state, paths.run_id, config)
-        except OSError as error:
-            reason = why(error, _folder(paths.root, key))
+        except (OSError, ValueError) as error:
+            reason = why(error, paths.root / SUPERNETS / key)
             logger.warning("the supernet could not be stored for later runs: %s", reason)
         try:
             mirror_folder(config.results, f"{SUPERNETS}/{key}")
@@ -226,7 +230,10 @@ def keeper(config: RunConfig, paths: RunPaths, key: str) -> Callable[[RunState],
 
 
 def _folder(root: Path, key: str) -> Path:
-    return Path(root) / SUPERNETS / key
+    """The folder of a supernet; ValueError for a link in its place."""
+    if (path := first_irregular(root, f"{SUPERNETS}/{key}")) is not None:
+        raise ValueError(irregular(path))
+    return root / SUPERNETS / key
 
 
 def _origin(folder: Path) -> dict[str, Any]:

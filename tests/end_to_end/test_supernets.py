@@ -21,11 +21,11 @@ from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.results.checkpoint import load_checkpoint
 from fedloom.platform.results.files import from_hashed_json
-from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.paths import RunPaths, find_run, list_runs
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import make_serial, resume_run, start_run
-from fedloom.platform.runs.supernets import load_supernet, store_supernet, stored_supernet, supernet_key
+from fedloom.platform.runs.supernets import keeper, load_supernet, store_supernet, stored_supernet, supernet_key
 
 Tiny = Callable[..., RunConfig]
 Rows = Callable[[Path, str], dict[str, pd.DataFrame]]
@@ -327,6 +327,19 @@ def test_an_origin_of_an_earlier_version_has_no_hash(tmp_path: Path) -> None:
     found = load_supernet(tmp_path, KEY, MINE)
     assert found is not None
     assert (found.run_id, stored_supernet(tmp_path, KEY)) == ("run-1", "run-1")
+
+
+@pytest.mark.parametrize("link", ["supernets", f"supernets/{KEY}"])
+def test_no_link_to_a_supernet_is_followed(link: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere, results = tmp_path / "elsewhere", tmp_path / "results"
+    store_supernet(elsewhere, KEY, RunState(), "run-1", MINE)
+    (results / link).parent.mkdir(parents=True)
+    (results / link).symlink_to(elsewhere / link)
+    before = sorted(elsewhere.rglob("*"))
+    assert (stored_supernet(results, KEY), load_supernet(results, KEY, MINE)) == (None, None)
+    keeper(replace(MINE, results=str(results)), RunPaths(results, "mine", "run-2"), KEY)(RunState())
+    assert [line.count("nothing in results is followed") for line in caplog.messages] == [1, 1]
+    assert sorted(elsewhere.rglob("*")) == before
 
 
 def test_what_is_not_there_is_none(tmp_path: Path) -> None:

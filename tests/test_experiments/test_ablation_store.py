@@ -126,6 +126,21 @@ def test_a_plan_of_the_first_version_is_read(tmp_path: Path) -> None:
     assert read_ablation(folder) == ablation
 
 
+@pytest.mark.parametrize("link", ["ablations", f"ablations/{ID}", f"ablations/{ID}/.owner"])
+def test_an_ablation_with_a_link_is_not_read(link: str, tmp_path: Path) -> None:
+    elsewhere, results = tmp_path / "elsewhere", tmp_path / "results"
+    ablation = make_ablation()
+    write_ablation(elsewhere, ablation)
+    (results / link).parent.mkdir(parents=True)
+    if link.endswith(".owner"):
+        write_ablation(results, ablation)
+    (results / link).symlink_to(elsewhere / link)
+    with pytest.raises(ValueError, match="nothing in results is followed"):
+        read_ablation(ablation.folder(results))
+    with pytest.raises(ValueError, match="nothing in results is followed"):
+        meant_ablation(results, ID)
+
+
 def test_a_results_folder_may_be_moved(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     ablation = make_ablation()

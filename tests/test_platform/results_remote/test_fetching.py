@@ -1,6 +1,7 @@
 """What is fetched from a URL, and whose copy is the right one."""
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from fedloom.platform.results.files import hashed_json, remove_temporaries
 from fedloom.platform.results.lock import owned
 from fedloom.platform.results.paths import NO_NAMES, Names, list_runs, run_paths, write_names
 from fedloom.platform.results.status import StatusFile
-from fedloom.platform.results.store import RemoteFile, Target, local_root
+from fedloom.platform.results.store import RemoteFile, Target, local_root, open_target
 from fedloom.platform.results.tables import TABLES, read_table
 
 Machine = Callable[[str], None]
@@ -279,6 +280,34 @@ def test_a_run_that_is_taken_up_may_tidy_up_while_it_is_fetched(
     root = fetch(url)
     assert (root / "rounds/experiment=e/run_id=r1/part-00000.parquet").read_text() == "rows"
     assert (root / "artifacts/r1/status.json").exists()
+
+
+def test_no_link_at_a_url_of_this_machine_is_followed(url: str, machine: Machine, bucket: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    put(outside / "config.json", "private")
+    put(bucket / "artifacts/r1/status.json", status_text("done", EARLY))
+    (bucket / "artifacts/r1/config.json").symlink_to(outside / "config.json")
+    (bucket / "artifacts/r1/loop").symlink_to(bucket)
+    (bucket / "artifacts/r2").symlink_to(outside)
+    root = fetch(url)
+    files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+    assert [name for name in files if not name.endswith(".owner")] == ["artifacts/r1/status.json"]
+    for run_id in ("r1", "r2"):
+        with pytest.raises(ValueError, match=rf"artifacts/{run_id}.* is a link.*nothing in results is followed"):
+            fetch(url, [run_id])
+    put(root / "artifacts/r2/new.json", "new")
+    with pytest.raises(OSError, match="nothing in results is followed"):
+        mirror_folder(url, "artifacts/r2")
+    with pytest.raises(OSError, match="nothing in results is followed"):
+        open_target(url).delete("artifacts/r2/config.json")
+    assert [path.name for path in outside.iterdir()] == ["config.json"]
+
+
+def test_no_pipe_at_a_url_of_this_machine_is_waited_for(url: str, machine: Machine, bucket: Path) -> None:
+    put(bucket / "artifacts/r1/status.json", status_text("done", EARLY))
+    os.mkfifo(bucket / "artifacts/r1/config.json")
+    with pytest.raises(ValueError, match=r"artifacts/r1/config.json is a link, a pipe or the like"):
+        fetch(url, ["r1"])
 
 
 def test_folders_beside_the_runs_go_there_and_come_back(url: str, machine: Machine, bucket: Path) -> None:
