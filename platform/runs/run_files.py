@@ -119,7 +119,8 @@ def changed_files(paths: RunPaths, recorded: Row, now: Mapping[str, str]) -> dic
 def check_data(paths: RunPaths, dataset: str, data: FederatedData, constants_hash: str) -> None:
     """Raises ValueError if the data set, its partition or a network's constants are not those that a run began with."""
     recorded = recorded_inputs(paths)
-    if recorded.get("constants_hash", "") != constants_hash:
+    # A run that was killed before its row was written has recorded nothing; in a row, null means no constants.
+    if recorded and recorded.get("constants_hash", "") != constants_hash:
         raise ValueError(
             f"space.build gives other constants than those with which run {paths.run_id} began: restore what it reads, "
             "or start a new run"

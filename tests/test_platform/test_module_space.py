@@ -28,6 +28,8 @@ from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.results.checkpoint import load_model
 from fedloom.platform.results.paths import find_run, list_runs
+from fedloom.platform.results.tables import is_done
+from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 from fedloom.platform.spaces.base import travelling
 from fedloom.platform.spaces.module import ModuleSpace
@@ -442,6 +444,22 @@ def test_a_run_goes_on_with_the_constants_with_which_it_began(config_of: Make, t
     finally:
         (my_net / "value").write_text("0.5")
     assert [paths.run_id for paths in list_runs(tmp_path)] == [run_id]
+
+
+def test_a_run_with_constants_that_was_killed_before_its_row_was_written_starts_again(
+    config_of: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise SystemExit  # unlike other exceptions, it leaves the run's files as a kill does
+
+    config = config_of(tmp_path, "frozen", train={"rounds": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(RunWriter, "update_run", killed)
+        with pytest.raises(SystemExit):
+            start_run(config, make_serial)
+    (paths,) = list_runs(tmp_path)
+    resume_run(config, paths.run_id, make_serial)
+    assert is_done(paths)
 
 
 # -- samples of several tensors ---------------------------------------------------------------------------------------
