@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.platform.data.artefact import atomic_folder
 from fedloom.platform.data.augment import AUGMENTATIONS
 from fedloom.platform.data.federated import FederatedData, size_variation
 from fedloom.platform.federation.config import RunConfig
@@ -230,9 +231,11 @@ def keep_changed(writer: RunWriter, sources: PluginSources, changed: Sequence[st
     before = latest_copies(writer.paths)
     number = int(before.name.partition("-")[2] or 1) + 1 if before.is_dir() else 1
     folder = writer.paths.artifacts / (PLUGINS if number == 1 else f"{PLUGINS}-{number}")
-    sources.copy_to(folder)
-    writer.manifest.add(path for path in folder.rglob("*") if path.is_file())
+    # The copies come last and all at once: until then the next resume finds the code changed and asks again.
     writer.update_run(source_hash=source_hash(sources))
+    with atomic_folder(folder) as temporary:
+        sources.copy_to(temporary)
+    writer.manifest.add(path for path in folder.rglob("*") if path.is_file())
 
 
 def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str, str | float | None]:

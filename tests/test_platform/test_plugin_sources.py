@@ -18,6 +18,8 @@ from fedloom.platform.plugins import place_in_own, raised_by_own
 from fedloom.platform.results.files import check_name
 from fedloom.platform.results.paths import run_paths
 from fedloom.platform.results.tables import read_table
+from fedloom.platform.results.writer import RunWriter
+from fedloom.platform.runs import source_code
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run
 from fedloom.platform.runs.source_code import UnknownSourceError, named_modules, plugin_sources, source_hash, sources_of
 from fedloom.platform.runs.supernets import supernet_key
@@ -199,6 +201,23 @@ def test_changed_code_is_refused_on_resume_unless_it_is_meant(interrupted: tuple
     assert recorded(config, run_id) == source_hash(plugin_sources(asdict(config)))
     resume_run(config, run_id, make_serial)  # what it was last at work with counts
     assert json.loads((artifacts / "status.json").read_text())["state"] == "done"
+
+
+@pytest.mark.parametrize(("place", "name"), [(RunWriter, "update_run"), (source_code, "write_atomically")])
+def test_changed_code_is_asked_about_again_if_the_run_was_killed_before_it_was_recorded(
+    interrupted: tuple[RunConfig, str], write: Write, monkeypatch: pytest.MonkeyPatch, place: object, name: str
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise SystemExit  # unlike other exceptions, it leaves the run's files as a kill does
+
+    config, run_id = interrupted
+    write("own_powers.py", "POWER = 2\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, killed)
+        with pytest.raises(SystemExit):
+            resume_run(config, run_id, make_serial, changed_plugins=True)
+    with pytest.raises(ValueError, match=r"code of run .* has changed .*: own_powers; its copy is in .*/plugins: rest"):
+        resume_run(config, run_id, make_serial)
 
 
 def test_it_is_said_whose_supernet_a_run_begins_with(tiny_config: Callable[..., RunConfig]) -> None:
