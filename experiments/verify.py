@@ -17,7 +17,7 @@ from fedloom.platform.results.status import says_done
 from fedloom.platform.results.tables import count_rows, is_done, read_runs, stored_parts
 from fedloom.platform.results.writer import ROW_TABLES, journalled_rows
 from fedloom.platform.runs.resuming import placed_here
-from fedloom.platform.runs.run_files import changed_files, input_hashes, other_data, recorded_inputs
+from fedloom.platform.runs.run_files import changed_files, input_files, other_data, recorded_inputs
 from fedloom.platform.runs.source_code import check_code_places
 
 
@@ -117,10 +117,9 @@ def _inputs(paths: RunPaths, unchecked: list[str]) -> list[str]:
     prepared = prepared_for(data, recorded["partition_hash"])
     if prepared is not None:
         Dataset.open(prepared).verify()
-    hashes = input_hashes(config)
-    lines = changed_files(paths, recorded, hashes)
-    unchecked += [line for text, line in lines.items() if text not in hashes]
-    changed = [line for text, line in lines.items() if text in hashes]
+    lines, files = changed_files(paths, recorded), input_files(config)
+    unchecked += [line for text, line in lines.items() if text not in files]
+    changed = [line for text, line in lines.items() if text in files]
     try:
         folder = prepared_folder(data)
     except ValueError as error:  # the originals, or the code that reads them, are elsewhere

@@ -51,7 +51,6 @@ from fedloom.platform.runs.run_files import (
     COSTS,
     changed_files,
     check_data,
-    input_hashes,
     keep_changed,
     latest_copies,
     recorded_inputs,
@@ -276,7 +275,7 @@ def stored_world(paths: RunPaths, config: RunConfig) -> World:
 
     Raises ValueError if the data or a file that the configuration names is not what the run began with.
     """
-    for line in changed_files(paths, recorded_inputs(paths), input_hashes(asdict(config))).values():
+    for line in changed_files(paths, recorded_inputs(paths)).values():
         raise ValueError(line)
     world = build_world(config, load_costs(paths.artifacts / COSTS))
     check_data(paths, config.data.dataset, world.data, world.space.constants_hash)

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
@@ -41,6 +41,7 @@ from fedloom.platform.runs.source_code import (
     source_hash,
     texts_of,
 )
+from fedloom.platform.spaces.space_config import weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ Row = Mapping[str, Any]
 
 
 def input_files(config: Mapping[str, Any]) -> dict[str, Path]:
-    """The files that a configuration (as plain values) names, by their paths as written there."""
+    """The files that a configuration (as plain values) names, or its index of weights, by their paths as written."""
     parts = [value for name, value in config.items() if name not in _NO_INPUTS]
     try:  # of the options of `data` only the augmentation's can name inputs: the others are the data set's
         names = AUGMENTATIONS.options_of(config["data"]["augment"])
@@ -73,14 +74,29 @@ def input_files(config: Mapping[str, Any]) -> dict[str, Path]:
     except (ValueError, KeyError, AttributeError):  # there is no such code here, or in the version that stored it
         pass
     # A text without a dot or a slash is a word, even if the working directory has a file of that name.
-    texts = sorted({text for text in texts_of(parts) if "." in text or "/" in text})
+    texts = {text for text in texts_of(parts) if "." in text or "/" in text}
+    try:
+        weights = config["space"]["weights"]
+        files = weight_files(_files([weights])[weights])
+        texts |= {os.path.join(os.path.dirname(weights), file) for file in files}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # none that can be read
+        pass
+    return _files(sorted(texts))
+
+
+def _files(texts: Iterable[str]) -> dict[str, Path]:
+    """The files among these texts."""
     files = {text: os.path.expanduser(text) for text in texts}
     return {text: Path(file) for text, file in files.items() if os.path.isfile(file)}
 
 
+def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    return {text: digest_of(file.resolve()).sha256 for text, file in files.items()}
+
+
 def input_hashes(config: Mapping[str, Any]) -> dict[str, str]:
     """SHA-256 (hex) of the files of `input_files`."""
-    return {text: digest_of(file.resolve()).sha256 for text, file in input_files(config).items()}
+    return _hashes(input_files(config))
 
 
 def input_columns(config: Mapping[str, Any], data: FederatedData) -> dict[str, str]:
@@ -102,12 +118,13 @@ def recorded_inputs(paths: RunPaths) -> Row:
     return {str(name): text for name, text in rows.iloc[-1].dropna().items()} if len(rows) else {}
 
 
-def changed_files(paths: RunPaths, recorded: Row, now: Mapping[str, str]) -> dict[str, str]:
-    """A line for each file that differs from what a run has recorded; `now` holds the present `input_hashes`."""
+def changed_files(paths: RunPaths, recorded: Row) -> dict[str, str]:
+    """A line for each file that differs from what a run has recorded."""
     lines = {}
     files = from_json(recorded.get("inputs", "{}"), paths.table("runs"))
     if not isinstance(files, dict) or not all(isinstance(sha256, str) for sha256 in files.values()):
         raise ValueError(f"the run's row in {paths.table('runs')} does not say which files it began with: restore it")
+    now = _hashes(_files(files))
     for text, sha256 in files.items():
         if now.get(text) != sha256:
             copy = _copy_of(paths.artifacts, Path(text).name, sha256)

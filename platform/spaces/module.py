@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from fedloom.platform.data.trees import Tree
 from fedloom.platform.plugins import NOT_CAUGHT, PluginError, an, blaming, imported, in_one_line, nearest, place_of
 from fedloom.platform.spaces.base import FixedSpace, Measure, SearchSpace, once, travelling
 from fedloom.platform.spaces.slices import Architecture, Slice, SliceMap, bytes_of
-from fedloom.platform.spaces.space_config import SpaceConfig, Spaces
+from fedloom.platform.spaces.space_config import SpaceConfig, Spaces, weight_files
 from fedloom.platform.words import said
 from fedloom.tiers.costs import CostTable
 
@@ -249,12 +248,8 @@ def load_stored(module: nn.Module, file: Path, names: Mapping[str, str]) -> None
     network lacks or has with another shape.
     """
     try:
-        if file.suffix == ".json":
-            parts = sorted(set(json.loads(file.read_text())["weight_map"].values()))
-            stored = {name: t for part in parts for name, t in load_file(file.parent / part).items()}
-        else:
-            stored = load_file(file)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        stored = {name: t for part in weight_files(file) for name, t in load_file(file.parent / part).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"space.weights={file}: no safetensors can be read from it ({said(error)})") from error
     tensors = module.state_dict(keep_vars=True)
     for stored_name, tensor in stored.items():

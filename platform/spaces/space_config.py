@@ -1,8 +1,10 @@
 """The configuration of a search space."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Interval
@@ -112,6 +114,17 @@ class SpaceConfig:
 def stored_space(values: Mapping[str, Any]) -> SpaceConfig:
     """The configuration from plain values, as a run stores them; those of runs from before adapters have none."""
     return SpaceConfig(**{**values, "lora": LoraConfig(**values.get("lora", {}))})
+
+
+def weight_files(file: Path) -> list[str]:
+    """The names of the files beside `space.weights` that hold its tensors: its own, or those that it, an index, lists.
+
+    An index is JSON as Hugging Face writes it. Raises OSError, ValueError, KeyError, TypeError or AttributeError for
+    another file that ends in .json.
+    """
+    if file.suffix != ".json":
+        return [file.name]
+    return sorted(set(json.loads(file.read_text())["weight_map"].values()))
 
 
 SpaceBuilder = Callable[..., SearchSpace]

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
+from torch import nn
 
 from fedloom.experiments.runs.search import load_trained
 from fedloom.experiments.verify import Verified, verified
@@ -23,6 +26,7 @@ from fedloom.platform.results.tables import TABLES, read_table
 from fedloom.platform.results.writer import TableParts
 from fedloom.platform.runs.run import Watcher, make_serial, resume_run, start_run, stored_world
 from fedloom.platform.runs.run_files import begun_with, check_alike, input_files
+from fedloom.platform.spaces.space_config import SpaceConfig
 from fedloom.tiers.device_files import write_device_table
 from fedloom.tiers.devices import generate_device_table
 
@@ -155,6 +159,27 @@ def test_a_file_that_code_of_ones_own_is_given_is_an_input(tiny_config: Make, tm
     paths = interrupted(config)
     file.write_text("0.5")
     assert refused(config, paths).startswith(f"{file}, with which run {paths.run_id} began, has changed since then")
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def test_the_files_that_an_index_of_weights_lists_are_inputs(tiny_config: Make, tmp_path: Path) -> None:
+    index, shard = tmp_path / "model.safetensors.index.json", tmp_path / "model-00001-of-00001.safetensors"
+    index.write_text(json.dumps({"weight_map": {"1.bias": shard.name}}))
+    save_file({"1.bias": torch.zeros(10)}, shard)
+    space = SpaceConfig("module", build=f"{__name__}:linear", weights=str(index))
+    config = tiny_config(space=space, tiers=TiersConfig(count=1))
+    config.method.architecture = "largest"
+    paths = interrupted(config)
+    assert verified(paths).whole
+    save_file({"1.bias": torch.ones(10)}, shard)
+    assert refused(config, paths).startswith(f"{shard}, with which run {paths.run_id} began, has changed since then")
+    save_file({"1.bias": torch.zeros(10)}, shard)
+    index.unlink()
+    (line,) = verified(paths).remarks
+    assert line.startswith(f"{index}, with which run {paths.run_id} began, is not there"), "its shard is"
 
 
 def test_words_are_no_files(tiny_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
