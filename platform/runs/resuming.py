@@ -16,7 +16,7 @@ from fedloom.platform.results.manifest import Manifest
 from fedloom.platform.results.paths import ARTIFACTS, Names, RunPaths, named_runs, read_names, run_paths, write_names
 from fedloom.platform.results.status import StatusFile, says_done
 from fedloom.platform.results.store import is_remote, local_root
-from fedloom.platform.results.tables import TABLES, is_done
+from fedloom.platform.results.tables import TABLES, is_done, read_runs
 from fedloom.platform.results.writer import TableParts
 
 FREE_ON_RESUME = (
@@ -123,11 +123,10 @@ def leave_finished(config: RunConfig, run_id: str, *, take_over: bool = False) -
     Raises OwnedError if another process is doing so.
     """
     paths = _paths(config, run_id)
-    is_new = config.names != read_names(paths.artifacts)
-    if not (is_new or is_remote(config.results)) and says_done(paths.status):
+    if not (_is_renamed(config, paths) or is_remote(config.results)) and says_done(paths.status):
         return None  # nothing is written, and nothing is owned
     with owned_run(config, paths, take_over=take_over) as ownership:
-        is_renamed = config.names != read_names(paths.artifacts)
+        is_renamed = _is_renamed(config, paths)
         if is_renamed:
             if config.names.name != read_names(paths.artifacts).name:
                 check_name_is_free(paths.root, config)
@@ -140,6 +139,13 @@ def leave_finished(config: RunConfig, run_id: str, *, take_over: bool = False) -
             StatusFile(paths.status).write("done")
         mirror_run(config.results, paths, ownership)
     return config.names if is_renamed else None
+
+
+def _is_renamed(config: RunConfig, paths: RunPaths) -> bool:
+    """Whether the configuration has other names than the run's row or its file, which a kill may leave unlike."""
+    columns = {column: text or "" for column, text in config.names.columns().items()}
+    in_row = read_runs([paths], "runs", [*columns])[[*columns]].fillna("").to_dict("records")
+    return in_row != [columns] or config.names != read_names(paths.artifacts)
 
 
 def _paths(config: RunConfig, run_id: str) -> RunPaths:

@@ -193,6 +193,22 @@ def test_names_that_were_changed_by_hand_are_noticed(
     assert call("verify", run, "--results", str(copy)) == 0
 
 
+def test_a_renaming_that_was_interrupted_half_way_can_be_undone(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    copy = Path(shutil.copytree(results, tmp_path / "copy"))
+    with monkeypatch.context() as patched:
+        patched.setattr("fedloom.platform.runs.resuming.write_names", interrupted)
+        assert call("resume", "baseline", "name=final", "--results", str(copy)) != 0
+    assert call("verify", "baseline", "--results", str(copy)) == 2
+    assert call("resume", "baseline", "--results", str(copy)) == 0
+    assert call("verify", "baseline", "--results", str(copy)) == 0
+    assert read_table(copy, "runs", run_id=find_run(copy, "baseline").run_id)["name"].tolist() == ["baseline"]
+
+
 @pytest.fixture
 def renamed(results: Path, tmp_path: Path) -> Callable[[Sequence[str]], Path]:
     """Resumes `baseline` in a copy of the results with other names."""
