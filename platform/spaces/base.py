@@ -383,14 +383,14 @@ def supernet_shapes(space: SearchSpace) -> Mapping[str, tuple[int, ...]]:
     """The shapes of a supernet's tensors, buffers included, in state-dict order."""
 
     def compute(space: SearchSpace) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(t.shape) for name, t in on_meta(space.build_supernet).state_dict().items()}
+        return {name: tuple(t.shape) for name, t in space._meta_supernet.state_dict().items()}
 
     return once(space, "shapes", compute)
 
 
 def supernet_tensors(space: SearchSpace) -> Mapping[str, Tensor]:
     """The supernet's tensors that server and clients exchange, on the meta device."""
-    return once(space, "tensors", lambda s: travelling(on_meta(s.build_supernet)))
+    return once(space, "tensors", lambda s: travelling(s._meta_supernet))
 
 
 def samples_of(space: SearchSpace, count: int = 1) -> Tensor:
