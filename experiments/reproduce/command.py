@@ -67,8 +67,9 @@ def run_command(args: Namespace) -> int:
     if args.record:
         check_recordable(item, wanted)
     kind = run_item(item, wanted, args.results, as_json=args.json) if item.needs_runs and not args.show else DONE
+    outcome = outcome_of(item, wanted, args.results, recorded=args.recorded)  # compares with the record so far
     file = record(item, wanted, args.results) if args.record and kind == DONE else None
-    _show(outcome_of(item, wanted, args.results, recorded=args.recorded), file, as_json=args.json)
+    _show(outcome, file, as_json=args.json)
     if args.record and file is None:
         complain(f"nothing was recorded: the runs ended as {kind}")
     return of_run_end(kind)

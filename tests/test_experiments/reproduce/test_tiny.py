@@ -289,7 +289,9 @@ def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, resu
 
 def test_runs_are_compared_with_what_was_recorded(command: Command, results: Path, own: Path) -> None:
     assert read(command, str(own), "--show", "--results", str(results))["repeated"] is None
-    file = Path(read(command, str(own), "--record", "--show", "--results", str(results))["kept"])
+    first = read(command, str(own), "--record", "--show", "--results", str(results))
+    assert first["repeated"] is None, "a record is not compared with itself"
+    file = Path(first["kept"])
     same = read(command, str(own), "--show", "--results", str(results))["repeated"]
     assert same["equal"] == same["values"] >= 12
     assert same["spots"] == 0  # no other seed was recorded
