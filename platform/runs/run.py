@@ -53,6 +53,7 @@ from fedloom.platform.runs.run_files import (
     check_data,
     keep_changed,
     latest_copies,
+    other_machine,
     recorded_inputs,
     run_row,
     sources_of,
@@ -252,6 +253,9 @@ def resume_run(
         writer = RunWriter.resume(paths.root, config.experiment, run_id, position)
         if "config" in writer.run_row:
             beginning = _going_on(world, writer, state)
+            if differences := other_machine(paths, writer.run_row):
+                what = "; ".join(differences)
+                logger.warning("run %s began with %s: its last bits may be others than without a stop", run_id, what)
         else:  # killed before its row was written, and so before its first round: it starts again
             beginning = _beginning(world, writer)
             row = {**run_row(config, world, sources), **identity.row()}

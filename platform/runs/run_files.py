@@ -268,9 +268,7 @@ def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str
         "seeds": json.dumps(seeds, sort_keys=True),
         "tiers": json.dumps(tiers),
         "config": json.dumps(asdict(config), sort_keys=True),
-        "versions": json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True),
-        "processor": processor(),
-        "commit": commit(),
+        **_machine(),
         "source_hash": source_hash(sources),
         **input_columns(asdict(config), world.data),
         "constants_hash": world.space.constants_hash or None,
@@ -278,6 +276,18 @@ def run_row(config: RunConfig, world: World, sources: PluginSources) -> dict[str
         "size_variation": size_variation(world.data.sizes("train")),
         "traits": json.dumps(method_of(config.method).traits(config.method), sort_keys=True),
     }
+
+
+def _machine() -> dict[str, str | None]:
+    versions = json.dumps({p: _version(p) for p in PACKAGES}, sort_keys=True)
+    return {"versions": versions, "processor": processor(), "commit": commit()}
+
+
+def other_machine(paths: RunPaths, recorded: Row) -> list[str]:
+    """How the versions, the processor and the commit of a run's row differ from those here: the last bits may, too."""
+    rows = [{**from_json(str(row["versions"]), paths.table("runs")), **row} for row in (recorded, _machine())]
+    then, now = ({name: row.get(name) for name in (*PACKAGES, "processor", "commit")} for row in rows)
+    return [f"{name} {then[name]}, here {now[name]}" for name in then if then[name] not in (None, now[name])]
 
 
 @cache

@@ -237,7 +237,7 @@ def test_the_consoles_lines_are_in_the_runs_log(fedavg_config: Callable[..., Run
 
 
 def test_a_failed_run_says_why_and_can_be_resumed(
-    fedavg_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    fedavg_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = fedavg_config()
     clean = replace(config, results=str(Path(config.results).with_name("clean")))
@@ -260,11 +260,15 @@ def test_a_failed_run_says_why_and_can_be_resumed(
     assert "bad sector" in run["error"]
     failed = read(paths, "clients")
     assert failed[failed["status"] == "failed"]["client_id"].tolist() == [3]
+    monkeypatch.setattr("fedloom.platform.runs.run_files.processor", lambda: "another, AVX2")
     resume_run(config, paths.run_id, make_serial)
     left, right = contents(Path(config.results)), contents(Path(clean.results))
     for table in TABLES:
         if table != "runs":
             assert left[table] == right[table]
+    elsewhere = [record.getMessage() for record in caplog.records if "began with" in record.getMessage()]
+    began = f"run {paths.run_id} began with processor {run['processor']}, here another, AVX2: "
+    assert elsewhere == [f"{began}its last bits may be others than without a stop"]
 
 
 def test_of_a_diverged_run_it_is_said_what_to_do_which_is_not_to_resume(
