@@ -285,7 +285,12 @@ def _machine() -> dict[str, str | None]:
 
 def other_machine(paths: RunPaths, recorded: Row) -> list[str]:
     """How the versions, the processor and the commit of a run's row differ from those here: the last bits may, too."""
-    rows = [{**from_json(str(row["versions"]), paths.table("runs")), **row} for row in (recorded, _machine())]
+    rows: list[Row] = []
+    for row in (recorded, _machine()):
+        versions = from_json(str(row["versions"]), paths.table("runs"))
+        if not isinstance(versions, dict):
+            raise ValueError(f"the run's row in {paths.table('runs')} names no versions by package: restore it")
+        rows.append({**versions, **row})
     then, now = ({name: row.get(name) for name in (*PACKAGES, "processor", "commit")} for row in rows)
     return [f"{name} {then[name]}, here {now[name]}" for name in then if then[name] not in (None, now[name])]
 

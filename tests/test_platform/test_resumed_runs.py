@@ -35,6 +35,7 @@ from fedloom.platform.runs import run as run_module
 from fedloom.platform.runs.logs import round_line
 from fedloom.platform.runs.resuming import leave_finished
 from fedloom.platform.runs.run import NOT_BEGUN, Resume, RunEnd, Watcher, make_serial, resume_run, run_to_end, start_run
+from fedloom.platform.runs.run_files import other_machine
 
 
 def read(paths: RunPaths, table: str) -> pd.DataFrame:
@@ -269,6 +270,14 @@ def test_a_failed_run_says_why_and_can_be_resumed(
     elsewhere = [record.getMessage() for record in caplog.records if "began with" in record.getMessage()]
     began = f"run {paths.run_id} began with processor {run['processor']}, here another, AVX2: "
     assert elsewhere == [f"{began}its last bits may be others than without a stop"]
+
+
+def test_versions_that_are_not_by_package_are_one_line(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path, "x", "r")
+    of_torch = {"versions": '{"torch": "0.1"}'}
+    assert [line.startswith("torch 0.1, here ") for line in other_machine(paths, of_torch)] == [True]
+    with pytest.raises(ValueError, match=r"^the run's row in .*runs.* names no versions by package: restore it$"):
+        other_machine(paths, {"versions": '["torch"]'})
 
 
 def test_of_a_diverged_run_it_is_said_what_to_do_which_is_not_to_resume(
