@@ -1,5 +1,6 @@
 """Runs the trials of an ablation one after another in this process, without Ray: `executor.kind=serial`, dry runs."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -27,8 +28,15 @@ def is_serial(ablation: Ablation) -> bool:
     return all(t.config["executor"]["kind"] == "serial" or t.config["dry_run"] for t in ablation.trials)
 
 
-def run_in_process(ablation: Ablation, location: ResultsLocation, view: AblationView, *, is_new: bool) -> None:
-    """Runs or resumes the trials that are not done, in the order of the plan.
+def run_in_process(
+    ablation: Ablation,
+    location: ResultsLocation,
+    view: AblationView,
+    only: Collection[int] | None = None,
+    *,
+    is_new: bool,
+) -> None:
+    """Runs or resumes the trials that are not done, in the order of the plan; `only` those of these indices, if given.
 
     A Bayesian search goes on until it has all of its points.
     Raises ValueError for a trial that cannot run, before any file of a new ablation is written, and OwnershipLostError
@@ -36,7 +44,8 @@ def run_in_process(ablation: Ablation, location: ResultsLocation, view: Ablation
     """
     begin = 0
     while True:
-        _run_trials(ablation, location, view, is_new=is_new, begin=begin)
+        chosen = range(begin, len(ablation.trials)) if only is None else only
+        _run_trials(ablation, location, view, chosen, is_new=is_new)
         longer = next_batch(location.root, ablation)
         if longer is None:
             end_search(ablation, location)
@@ -45,9 +54,11 @@ def run_in_process(ablation: Ablation, location: ResultsLocation, view: Ablation
         ablation, begin, is_new = longer, len(ablation.trials), False
 
 
-def _run_trials(ablation: Ablation, location: ResultsLocation, view: AblationView, *, is_new: bool, begin: int) -> None:
-    states = trial_states(location.root, ablation)[begin:]
-    indices = [s.trial.index for s in states if s.state not in FINAL]
+def _run_trials(
+    ablation: Ablation, location: ResultsLocation, view: AblationView, chosen: Collection[int], *, is_new: bool
+) -> None:
+    states = trial_states(location.root, ablation)
+    indices = [s.trial.index for s in states if s.trial.index in chosen and s.state not in FINAL]
     left = [ablation.trials[index] for index in indices]
     # No resources are reserved: one trial at a time has the whole machine.
     machine = Cluster(({"CPU": UNLIMITED, "GPU": UNLIMITED if torch.cuda.is_available() else 0.0},))

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,13 +59,15 @@ class AblationEnd:
     states: tuple[TrialState, ...]
 
 
-def start_ablation(ablation: Ablation, results: str | Path, view: AblationView) -> AblationEnd:
-    """Runs a new ablation to its end; `results` is a folder or a URL.
+def start_ablation(
+    ablation: Ablation, results: str | Path, view: AblationView, only: Collection[int] | None = None
+) -> AblationEnd:
+    """Runs a new ablation to its end, or `only` the trials of these indices; `results` is a folder or a URL.
 
     Raises ValueError, before any file is written, for a trial that cannot run or does not fit the cluster.
     """
     location = ResultsLocation(str(results), check_results(str(results)))
-    indices = [trial.index for trial in ablation.trials]
+    indices = [trial.index for trial in ablation.trials if only is None or trial.index in only]
     with _checked(ablation, location, indices) as checked:
         write_ablation(location.root, ablation)
         with RunningAblation(ablation, location, indices) as running:
@@ -97,18 +99,20 @@ def resume_ablation(
     ablation: Ablation,
     results: str | Path,
     view: AblationView,
+    only: Collection[int] | None = None,
     *,
     changed_plugins: bool = False,
     take_over: bool = False,
 ) -> AblationEnd:
-    """Continues an ablation with the trials that have not ended or whose process died.
+    """Continues an ablation with the trials that have not ended or whose process died, `only` those of these indices.
 
     Trials that are done, were stopped early, were refused or failed stay as they are. `changed_plugins` and
     `take_over` are those of `resume_run`.
     """
     location = _fetched(ablation, results)
     ended = (*FINAL, "failed", "refused")
-    indices = [s.trial.index for s in trial_states(location.root, ablation) if s.state not in ended]
+    states = trial_states(location.root, ablation)
+    indices = [s.trial.index for s in states if s.state not in ended and (only is None or s.trial.index in only)]
     how = Resume("", changed_plugins, take_over)
     _again(ablation, location, view, indices, how)
     return _searched(ablation, location, view, how)
@@ -118,16 +122,20 @@ def retry_failed(
     ablation: Ablation,
     results: str | Path,
     view: AblationView,
+    only: Collection[int] | None = None,
     *,
     changed_plugins: bool = False,
     take_over: bool = False,
 ) -> AblationEnd:
-    """Repeats the failed trials, each from its last checkpoint; the keywords are those of `resume_run`.
+    """Repeats the failed trials, `only` those of these indices, each from its last checkpoint.
+
+    The keywords are those of `resume_run`.
 
     Raises ValueError if no trial has failed.
     """
     location = _fetched(ablation, results)
-    indices = [s.trial.index for s in trial_states(location.root, ablation) if s.state in FAILED]
+    states = trial_states(location.root, ablation)
+    indices = [s.trial.index for s in states if s.state in FAILED and (only is None or s.trial.index in only)]
     if not indices:
         raise ValueError(f"no trial of {ablation.ablation_id} has failed: --resume runs those that were not yet run")
     how = Resume("", changed_plugins, take_over)

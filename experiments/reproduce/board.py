@@ -1,5 +1,6 @@
 """Overview of all items for a results folder: what each needs to run, and which of its claims are shown."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from fedloom.experiments.reproduce.plan import Asked, missing_data, parts_of
 from fedloom.experiments.reproduce.records import record_of
 
 WORK = ITEMS / "work.yaml"
-"""File with the MACs of all runs, per item and scale, as `work_facts` counts them; a test keeps it up to date."""
+"""File with the MACs of a run, per item, scale and setting, as `work_facts` counts them; a test keeps it up to date."""
 CORE_MACS_PER_S: Mapping[str, float] = {"digits": 4e9}
 """Speed of one laptop core by data set. Measured on digits: 3e9 to 6e9, as its small networks keep no core busy."""
 OTHER_CORE_MACS_PER_S = 3e10
@@ -66,7 +67,10 @@ def entries(
 
 @dataclass(frozen=True)
 class Need:
-    """What an item needs at a scale: the work of all its runs in MACs (None: not counted), data sets, missing data."""
+    """What an item needs at a scale: the work of all its runs in MACs (None: not counted), data sets, missing data.
+
+    `recorded_hours` is what these runs took; None if its record has others, too.
+    """
 
     macs: float | None
     datasets: tuple[str, ...]
@@ -92,20 +96,21 @@ def need_of(item: Item, scale: str) -> Need:
     """What an item needs at a scale."""
     if not item.needs_runs:
         return Need(None if item.missing else 0.0, (), ())
-    parts = parts_of(item, Asked(scale))
+    parts = [part for part in parts_of(item, Asked(scale)) if part.needed]
     datasets = tuple(dict.fromkeys(part.dataset for part in parts))
     lacking = dict.fromkeys(missing_data(part.dataset, part.scale.overrides) for part in parts)
-    run_by = dict.fromkeys(item.scales[scale].run_by.values())
-    known = [macs for name in run_by if (macs := read_counted(WORK).get(name, {}).get(scale)) is not None]
+    runs_of = [(item.scales[scale].run_by[setting], setting) for part in parts for setting in part.needed]
+    work = [read_counted(WORK).get(name, {}).get(scale, {}).get(setting, math.nan) for name, setting in runs_of]
+    macs = len(item.scales[scale].seeds) * math.fsum(work)
     try:
         record = record_of(item, Asked(scale))
     except ValueError:  # a damaged record is reported where records are requested
         record = None
     return Need(
-        macs=sum(known) if len(known) == len(run_by) else None,
+        macs=None if math.isnan(macs) else macs,
         datasets=datasets,
         missing=tuple(filter(None, lacking)),
-        recorded_hours=record.hours if record is not None and record.is_whole else None,
+        recorded_hours=record.hours if record is not None and record.runs[0] == record.runs[1] else None,
     )
 
 
@@ -131,9 +136,10 @@ def list_block(board: Sequence[Entry]) -> Block:
         rows.append((item.name, item.title, data, state_of(entry, PAPER), state_of(entry, SMALL), *hours, shared))
     heads = ("item", "title", "data", "paper scale", "small scale", "small core h", "paper core h", "paper GPU h", "")
     text = (
-        f"Hours: the work of all runs, counted without training, at {si(OTHER_CORE_MACS_PER_S)}MAC/s per core, with "
-        f"digits {si(CORE_MACS_PER_S['digits'])}MAC/s (measured on the small presets), and {si(GPU_MACS_PER_S)}MAC/s "
-        "per GPU (assumed). Took: recorded runs, one after the other. Counted items need seconds, no data.",
+        f"Hours: the work of all runs that it needs, counted without training, at {si(OTHER_CORE_MACS_PER_S)}MAC/s "
+        f"per core, with digits {si(CORE_MACS_PER_S['digits'])}MAC/s (measured on the small presets), and "
+        f"{si(GPU_MACS_PER_S)}MAC/s per GPU (assumed). Took: recorded runs, one after the other. Counted items need "
+        "seconds, no data.",
     )
     return Block("Tables and figures of the papers", text, heads, tuple(rows), labels=5)
 

@@ -31,13 +31,13 @@ from fedloom.experiments.reproduce.plan import (
 )
 from fedloom.experiments.reproduce.records import check_recordable, record
 from fedloom.experiments.runs.overrides import read
-from fedloom.experiments.store.ablations import FOLDER, PLAN, Ablation
-from fedloom.experiments.store.trials import FAILED, FINAL, trial_states
+from fedloom.experiments.store.ablations import FOLDER, PLAN
+from fedloom.experiments.store.trials import FAILED, FINAL, TrialState, trial_states
 from fedloom.experiments.terminal import OK, complain, console, of_run_end, tell_at_once, write_json
 from fedloom.platform.results.copies import check_results
 
 if TYPE_CHECKING:
-    from fedloom.experiments.ablation.running import AblationView, ResultsLocation
+    from fedloom.experiments.ablation.running import AblationView
 
 DONE, INTERRUPTED = "done", "interrupted"
 """Ends of an ablation."""
@@ -111,10 +111,10 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
     """
     from fedloom.experiments.ablation.view import TerminalView
 
-    parts = parts_of(item, wanted)
+    parts = [part for part in parts_of(item, wanted) if part.needed]
     missing: dict[str, str] = {}
     for part in parts:  # a part that starts from runs without data cannot be run either
-        before = (missing[other.ablation_id] for other in parts_before(part.scale, parts))
+        before = (missing[other.ablation_id] for other in parts_before(part.scale.only(part.needed), parts))
         missing[part.ablation_id] = next(filter(None, before), "") or _missing(part, wanted)
     problems = list(dict.fromkeys(filter(None, missing.values())))
     if all(missing.values()):
@@ -125,10 +125,11 @@ def run_item(item: Item, wanted: Asked, results: Path, *, as_json: bool) -> str:
     for part in parts:
         if missing[part.ablation_id]:
             continue
-        ends_before = (ends[other.ablation_id] for other in parts_before(part.scale, parts))
+        ends_before = (ends[other.ablation_id] for other in parts_before(part.scale.only(part.needed), parts))
         if (end := next((end for end in ends_before if end != DONE), DONE)) != DONE:
             ends[part.ablation_id] = end
-            complain(f"left out: {', '.join(part.scale.settings)}: the runs from which they start are not all done")
+            left_out = [setting for setting in part.scale.settings if setting in part.needed]
+            complain(f"left out: {', '.join(left_out)}: the runs from which they start are not all done")
             continue
         view = TerminalView(quiet=as_json)
         try:
@@ -145,10 +146,11 @@ def _missing(part: Part, wanted: Asked) -> str:
 
 
 def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "AblationView") -> str:
-    """Runs the unfinished trials of a part: killed ones resume from their last checkpoint, failed ones are retried.
+    """Runs the trials of a part that the item needs and that are not done.
 
-    Returns how it ended: done, failed, infrastructure or interrupted. Raises ValueError for a configuration that cannot
-    run, before anything is written, and if another process is running the part.
+    Killed ones resume from their last checkpoint, failed ones are retried. Returns how it ended: done, failed,
+    infrastructure or interrupted. Raises ValueError for a configuration that cannot run, before anything is written,
+    and if another process is running the part.
     """
     # Imported here: these import torch and Ray, which showing tables does not need.
     from fedloom.experiments.ablation.in_process import is_serial, run_in_process
@@ -167,24 +169,26 @@ def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "Ablati
         for changed in (o for o in devices if read(o).value != tiers[read(o).key.partition(".")[2]]):
             complain(f"{changed}: these runs keep the shares of devices with which they were begun in {results}")
         check_idle(ablation, location.root)
-    if is_new or any(state.state not in FINAL for state in trial_states(location.root, ablation)):
-        run = run_in_process if is_serial(ablation) else _run_on_ray
-        run(ablation, location, view, is_new=is_new)
-    return kind_of(trial_states(location.root, ablation))
+    needed = [trial.index for trial in ablation.trials if part.needs(trial)]
 
+    def states() -> list[TrialState]:
+        return [state for state in trial_states(location.root, ablation) if state.trial.index in needed]
 
-def _run_on_ray(ablation: Ablation, location: "ResultsLocation", view: "AblationView", *, is_new: bool) -> None:
+    left = {state.state for state in states()} - {*FINAL}
+    if is_serial(ablation):
+        if is_new or left:
+            run_in_process(ablation, location, view, needed, is_new=is_new)
+        return kind_of(states())
     from fedloom.experiments.ablation.launch import resume_ablation, retry_failed, start_ablation
 
     if is_new:
-        start_ablation(ablation, location.results, view)
-        return
-    states = {state.state for state in trial_states(location.root, ablation)}
-    left = states - {*FINAL, "failed", "refused"}
-    if left and resume_ablation(ablation, location.results, view).kind == INTERRUPTED:
-        return
-    if any(state.state in FAILED for state in trial_states(location.root, ablation)):
-        retry_failed(ablation, location.results, view)
+        start_ablation(ablation, location.results, view, needed)
+    else:
+        if left - {"failed", "refused"}:
+            resume_ablation(ablation, location.results, view, needed)
+        if kind_of(states()) != INTERRUPTED and any(state.state in FAILED for state in states()):
+            retry_failed(ablation, location.results, view, needed)
+    return kind_of(states())
 
 
 def _show(outcome: Outcome, file: Path | None, *, as_json: bool) -> None:

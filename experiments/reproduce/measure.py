@@ -43,11 +43,12 @@ class Runs:
 
 
 def done_runs(part: Part, results: Path) -> Runs | None:
-    """The tables of a part's finished trials; None if there are none."""
+    """The tables of the finished trials that are needed of a part; None if there are none."""
     folder = results / FOLDER / part.ablation_id
     if not (folder / PLAN).exists():
         return None
-    done = [s.trial for s in trial_states(results, read_ablation(folder)) if s.state in FINAL]
+    states = trial_states(results, read_ablation(folder))
+    done = [s.trial for s in states if s.state in FINAL and part.needs(s.trial)]
     if not done:
         return None
     _, tables = load_ablation(results, part.ablation_id)

@@ -136,10 +136,10 @@ def _lacks(item: Item, scale: Scale, parts: Sequence[Part], results: Path, free:
     if item.missing:
         yield item.missing
         return
-    for part in parts:
+    for part in (part for part in parts if part.needed):
         folder = results / FOLDER / part.ablation_id
         if (folder / PLAN).exists():
-            states = trial_states(results, read_ablation(folder))
+            states = [s for s in trial_states(results, read_ablation(folder)) if part.needs(s.trial)]
             if any(state.state not in FINAL for state in states):
                 yield f"{part.dataset}: {counted(states)} ({part.ablation_id})"
         elif no_data := missing_data(part.dataset, [*part.scale.overrides, *free]):

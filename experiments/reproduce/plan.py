@@ -3,13 +3,26 @@
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fedloom.experiments.reproduce.items import EXPERIMENT, SCALES, SMALL, START_FROM, Item, Scale, check_seeds
+from fedloom.experiments.reproduce.items import (
+    EXPERIMENT,
+    SCALES,
+    SMALL,
+    START_FROM,
+    Combined,
+    Comparison,
+    Item,
+    Monotone,
+    Operand,
+    Read,
+    Scale,
+    check_seeds,
+)
 from fedloom.experiments.runs.overrides import override_text
 from fedloom.experiments.runs.presets import PRESET
 from fedloom.experiments.store.ablations import Ablation, Trial, trial_id
@@ -48,16 +61,24 @@ class Asked:
 
 @dataclass(frozen=True)
 class Part:
-    """The settings of a scale that one item runs with the same preset and data set: they are one ablation."""
+    """The settings of a scale that one item runs with the same preset and data set: they are one ablation.
+
+    `needed` holds those of them that the item at hand needs; another item may need the others.
+    """
 
     dataset: str
     ablation_id: str
     scale: Scale
+    needed: frozenset[str]
 
     @property
     def num_runs(self) -> int:
-        """The number of runs: every setting with every seed."""
-        return len(self.scale.settings) * len(self.scale.seeds)
+        """The number of runs that are needed: every needed setting with every seed."""
+        return len(self.needed) * len(self.scale.seeds)
+
+    def needs(self, trial: Trial) -> bool:
+        """Whether the item needs a trial of the ablation."""
+        return str(trial.setting[AXIS]) in self.needed
 
 
 def asked(item: Item, overrides: Sequence[str]) -> Asked:
@@ -112,11 +133,47 @@ def parts_of(item: Item, asked_for: Asked) -> list[Part]:
         others = {key: value for key, value in changes.items() if key != EXPERIMENT}
         groups.setdefault(scale.part_of(setting), {})[setting] = others
     parts: list[Part] = []
+    needed = needed_settings(item, asked_for.scale)
     for (run_by, preset, dataset), settings in groups.items():
         of_part = replace(scale, experiment=preset, settings=settings)
         before = [part.ablation_id for part in parts_before(of_part, parts)]
-        parts.append(Part(dataset, _ablation_id(run_by, asked_for.scale, of_part, before), of_part))
+        ablation_id = _ablation_id(run_by, asked_for.scale, of_part, before)
+        parts.append(Part(dataset, ablation_id, of_part, needed & {*settings}))
     return parts
+
+
+def needed_settings(item: Item, scale_name: str) -> frozenset[str]:
+    """The settings that an item needs: its own, and those of other items that its numbers and claims name.
+
+    A claim that names none is about all; an item without numbers and claims needs all. A setting needs that from whose
+    runs its own start.
+    """
+    scale = item.scales[scale_name]
+    needed = {setting for setting in scale.settings if scale.run_by[setting] == item.name}
+    for quantity in item.quantities.values():
+        needed |= {*quantity.by_setting}
+        if isinstance(quantity.source, Combined):
+            needed |= _named(item, quantity.source.first) | _named(item, quantity.source.second)
+    for claim in (*item.regimes.values(), *item.claims):
+        for check in claim.checks if scale_name in (claim.scales or item.scales) else ():
+            order = check.order if isinstance(check, Monotone) and check.along == "settings" else ()
+            unnamed = order or check.settings or scale.settings
+            for operand in (check.operand, *((check.other,) if isinstance(check, Comparison) else ())):
+                needed |= _named(item, operand, unnamed)
+    needed &= {*scale.settings}
+    while before := {other for name, other in scale.starts.items() if name in needed} - needed:
+        needed |= before
+    return frozenset(needed or scale.settings)
+
+
+def _named(item: Item, operand: Operand, unnamed: Collection[str] = ()) -> set[str]:
+    """The settings that an operand names, itself or in what it combines; `unnamed` for runs of no setting by name."""
+    if operand.setting is not None:
+        return {operand.setting}
+    source = item.quantities[operand.quantity].source
+    if isinstance(source, Combined):
+        return _named(item, source.first, unnamed) | _named(item, source.second, unnamed)
+    return {*unnamed} if isinstance(source, Read) else set()
 
 
 def parts_before(scale: Scale, parts: Iterable[Part]) -> list[Part]:

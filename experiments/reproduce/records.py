@@ -66,7 +66,7 @@ class Record:
 
     Attributes:
         ablations: the ids of the ablations whose runs were measured.
-        runs: how many of the item's runs are in it, and how many the item has.
+        runs: how many runs are in it, and how many the item needs; more are in it if others were needed before.
         computed: a hash of what the runs of these ablations compute, with the presets' content.
         reads: a hash of how the quantities with values are read.
         claims: a hash of each claim that was made before values that judge it were recorded; None in records written
@@ -93,8 +93,8 @@ class Record:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all runs of the item."""
-        return self.runs[0] == self.runs[1]
+        """Whether it has all runs that the item needs."""
+        return self.runs[0] >= self.runs[1]
 
     @property
     def text(self) -> str:
@@ -401,8 +401,12 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     file, known = record_file(item, asked.scale), record_of(item, asked)
     others = known if known is not None and not {*known.ablations} & {*begun} else None
     if known is not None and others is None:
-        lost = _runs_with_values(known) - {place for done in begun.values() for place in done.places.values()}
-        if lost or known.runs[0] > runs or not {*known.ablations} <= {*begun}:
+        needed = {setting for part in parts for setting in part.needed}
+        former = _runs_with_values(known)
+        unneeded = {(setting, seed) for setting, seed in former if setting not in needed}
+        lost = former - unneeded - {place for done in begun.values() for place in done.places.values()}
+        ablations_lost = {*known.ablations} & {part.ablation_id for part in parts if part.needed} - {*begun}
+        if lost or known.runs[0] - len(unneeded) > runs or ablations_lost:
             lacking = f", without {len(lost)} of the former" if lost else ""
             raise ValueError(
                 f"{file} has {known.runs[0]} runs, this folder {runs}: delete the file to record these{lacking}"

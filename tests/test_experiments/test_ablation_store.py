@@ -381,6 +381,37 @@ def test_to_resume_what_has_nothing_left_takes_no_cluster(
     assert (status.state, status.message) == (kind, said)
 
 
+@pytest.mark.parametrize(
+    ("begin", "only", "chosen"),
+    [
+        (launch.start_ablation, None, [0, 1, 2, 3]),
+        (launch.start_ablation, [1, 3], [1, 3]),
+        (launch.resume_ablation, None, [1, 3]),
+        (launch.resume_ablation, [0, 2, 3], [3]),
+        (launch.retry_failed, None, [0, 2]),
+        (launch.retry_failed, [2, 3], [2]),
+    ],
+)
+def test_only_chosen_trials_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Any, only: list[int] | None, chosen: list[int]
+) -> None:
+    class Checked(Exception):  # noqa: N818
+        pass
+
+    def checked(_ablation: object, _location: object, indices: list[int], **_: object) -> None:
+        raise Checked(indices)
+
+    ablation = make_ablation(4)
+    if begin is not launch.start_ablation:
+        write_ablation(tmp_path, ablation)
+        write_status(tmp_path, ablation.trials[0], "failed")
+        write_status(tmp_path, ablation.trials[2], "failed")
+    monkeypatch.setattr(launch, "_checked", checked)
+    with pytest.raises(Checked) as caught:
+        begin(ablation, tmp_path, TerminalView(quiet=True), only)
+    assert caught.value.args == (chosen,)
+
+
 @pytest.mark.parametrize(("owner", "state"), [(True, "running"), (False, "interrupted")])
 def test_a_run_is_not_marked_as_interrupted_while_it_is_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: bool, state: str

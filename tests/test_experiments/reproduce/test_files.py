@@ -201,6 +201,52 @@ def test_seeds_are_those_of_the_item_whose_runs_are_read_however_far_away(load: 
         load_item("x/fig2", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, "s"),  # published
+        ({"claims": [{"text": "x", "at_least": {"of": "a", "value": 1}}]}, "sru"),
+        ({"claims": [{"text": "x", "at_least": {"of": {"of": "a", "setting": "r"}, "value": 1}}]}, "sr"),
+        ({"claims": [{"text": "x", "at_least": {"of": "a", "value": 1, "settings": ["r"]}}]}, "sr"),
+        ({"claims": [{"text": "x", "at_least": {"of": "a", "value": 1}, "scales": ["paper"]}]}, "s"),
+        ({"claims": [{"text": "x", "monotone": {"of": "a", "along": "settings", "order": ["u", "s"]}}]}, "su"),
+        ({"claims": [{"text": "x", "close": {"of": "a", "to": {"of": "a", "setting": "u"}, "within": 1}}]}, "sru"),
+        ({"regimes": {"g": {"text": "x", "at_least": {"of": {"of": "a", "setting": "u"}, "value": 1}}}}, "su"),
+        ({"ratio": [{"of": "a", "setting": "u"}, {"of": "a", "setting": "s"}]}, "su"),
+        (
+            {
+                "ratio": [{"of": "a", "setting": "u"}, {"of": "a", "setting": "s"}],
+                "claims": [{"text": "x", "at_least": {"of": "b", "value": 1}}],
+            },
+            "su",
+        ),
+        ({"ratio": ["a", "a"], "claims": [{"text": "x", "at_least": {"of": "b", "value": 1}}]}, "sru"),
+        ({"own": {"t": {"method.start_from": "run of r"}}}, "srt"),
+        ({"published": {}}, "sru"),
+    ],
+)
+def test_an_item_needs_of_anothers_runs_those_that_its_numbers_and_claims_name(
+    load: Load, tmp_path: Path, changes: dict[str, Any], needed: str
+) -> None:
+    first = load("runs/small/settings", {"s": {}, "r": {"data.alpha": 0.1}, "u": {"data.alpha": 1}})
+    content = values()
+    content |= {"runs_of": "x/tab1", "claims": changes.get("claims", []), "regimes": changes.get("regimes", {})}
+    content["quantities"]["a"]["published"] = changes.get("published", {"s": 1})
+    if "ratio" in changes:
+        content["quantities"]["b"] = {"ratio": changes["ratio"]}
+    del content["runs"]["paper"]
+    content["runs"]["small"] = {"experiment": "fedadam_digits", "settings": changes.get("own", {"t": {}})}
+    if "own" not in changes:
+        del content["runs"]
+    (tmp_path / "x" / "fig1.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    item = load_item("x/fig1", tmp_path)
+    parts = parts_of(item, Asked("small"))
+    assert {name for part in parts for name in part.needed} == {*needed}
+    assert sum(part.num_runs for part in parts) == 2 * len(needed)
+    (whole,) = parts_of(first, Asked("small"))
+    assert (parts[0].ablation_id, whole.needed) == (whole.ablation_id, {"s", "r", "u"})
+
+
 START = {"experiment": "fedadam_digits", "method.start_from": "run of s"}
 
 

@@ -20,7 +20,7 @@ from fedloom.experiments.reproduce.items import load_given
 from fedloom.experiments.reproduce.plan import Asked, parts_of
 from fedloom.experiments.reproduce.records import read_record
 from fedloom.experiments.store.ablations import FOLDER, Ablation, Trial, ablation_ids, read_ablation
-from fedloom.experiments.store.trials import TrialState
+from fedloom.experiments.store.trials import TrialState, trial_states
 
 TINY, ON = (str(Path(__file__).parent / "tiny" / f"tab{number}.yaml") for number in (1, 2))
 
@@ -119,12 +119,27 @@ def test_the_list_says_what_an_item_needs_and_how_it_stands(command: Command, re
 def test_runs_start_from_those_of_another_setting_seed_by_seed(command: Command, results: Path) -> None:
     code, out, _ = command(ON, "--results", str(results), "--json")
     found = json.loads(out)
-    assert (code, found["missing"], found["runs"]) == (0, [], {"done": 12, "planned": 12})
+    assert (code, found["missing"], found["runs"]) == (0, [], {"done": 9, "planned": 9})  # none of "short"
     before, after = (part.ablation_id for part in parts_of(load_given(ON), Asked("small")))
     longer = {trial.seed: trial.run_id for trial in trials_of(results, before) if trial.setting["setting"] == "long"}
     for trial in trials_of(results, after):
         assert trial.config["method"]["start_from"] == longer[trial.seed]
         assert f"method.start_from={longer[trial.seed]}" in trial.overrides
+
+
+def test_of_another_items_runs_only_those_are_run_that_are_needed(command: Command, tmp_path: Path) -> None:
+    (plan,) = parts_of(load_given(TINY), Asked("small", seeds=(1,)))
+
+    def after(item: str, *options: str) -> tuple[int, dict[str, str]]:
+        code, *_ = command(item, "seeds=[1]", *options, "--results", str(tmp_path))
+        states = trial_states(tmp_path, read_ablation(tmp_path / FOLDER / plan.ablation_id))
+        return code, {str(state.trial.setting["setting"]): state.state for state in states}
+
+    assert after(ON) == (0, {"short": "waiting", "long": "done"})
+    assert after(TINY, "--show")[1]["short"] == "waiting"
+    _, out, _ = command(ON, "seeds=[1]", "--show", "--json", "--results", str(tmp_path))
+    assert (json.loads(out)["runs"], json.loads(out)["missing"]) == ({"done": 3, "planned": 3}, [])
+    assert after(TINY) == (0, {"short": "done", "long": "done"})
 
 
 @pytest.mark.parametrize(
@@ -177,8 +192,8 @@ def test_an_interrupted_item_does_not_repeat_what_failed(
     shutil.copytree(results / FOLDER, tmp_path / FOLDER)  # the plan of the item, and none of its runs
     begun: list[str] = []
 
-    def resumed(ablation: Ablation, *_: object) -> launch.AblationEnd:
-        begun.append("resumed")
+    def resumed(ablation: Ablation, _results: str, _view: object, needed: list[int]) -> launch.AblationEnd:
+        begun.append(f"resumed {needed}")
         return launch.AblationEnd(ablation.ablation_id, "interrupted", ())
 
     monkeypatch.setattr(launch, "resume_ablation", resumed)
@@ -187,7 +202,7 @@ def test_an_interrupted_item_does_not_repeat_what_failed(
     states = [TrialState(trials[0], "failed"), TrialState(trials[1], "interrupted")]
     monkeypatch.setattr("fedloom.experiments.reproduce.command.trial_states", lambda *_: states)
     command(TINY, "executor.kind=ray", "--results", str(tmp_path))
-    assert begun == ["resumed"]
+    assert begun == ["resumed [0, 1, 2, 3, 4, 5]"]
 
 
 def test_data_that_is_not_there_is_one_line_and_exit_code_2(command: Command, tmp_path: Path) -> None:
@@ -285,6 +300,30 @@ def test_recorded_values_stand_for_runs_that_are_not_here(command: Command, resu
     assert "(recorded)" in out
     code, _, err = command(str(own), "--show", "--recorded", "seeds=[7]", *elsewhere)
     assert (code, "no record of runs changed by overrides" in err) == (2, True)
+
+
+def test_a_record_with_runs_that_are_no_longer_needed_is_whole(command: Command, results: Path, own: Path) -> None:
+    item = own.parent / "tab3.yaml"
+    claim = "{text: It learns., at_least: {of: {of: accuracy, setting: long}, value: 0}}"
+    read_from = "{from: models, value: accuracy, where: {model: fedavg}, times: 100}"
+    item.write_text(
+        f"title: T\nsource: S\nruns_of: tiny/tab1\nquantities: {{accuracy: {{read: {read_from}}}}}\nclaims: [{claim}]\n"
+    )
+    recording = (str(item), "--record", "--show", "--results", str(results))
+    file = Path(read(command, *recording)["kept"])
+    content = json.loads(file.read_bytes())
+    assert content["runs"] == [3, 3]
+    listing = ("--list", "--recorded", str(item), "--results", str(own.parent / "elsewhere"))
+    hours = {}
+    for runs, settings in ((6, {"short": {"": {"1": 3.0, "2": 3.0, "3": 3.0}}}), (3, {})):
+        values = {"accuracy": {**content["values"]["accuracy"], **settings}}
+        file.write_text(json.dumps({**content, "runs": [runs, runs], "hours": 7.0, "values": values}))
+        shown = read(command, str(item), "--show", "--recorded", "--results", str(own.parent / "elsewhere"))
+        assert (f"from {runs} runs" in shown["recorded"], shown["missing"]) == (True, [])
+        hours[runs] = read(command, *listing)["items"][0]["needs"]["small"]["recorded_hours"]
+        assert read(command, *recording)["kept"] == str(file)
+        assert json.loads(file.read_bytes())["values"] == content["values"]
+    assert hours == {6: None, 3: 7.0}, "what the needed runs took is not known if others were recorded with them"
 
 
 def test_runs_are_compared_with_what_was_recorded(command: Command, results: Path, own: Path) -> None:
