@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from fedloom.experiments.terminal import (
     EXPLAINED,
     INTERRUPTED,
     OK,
+    RUN_THREAD,
     complain,
     explained,
     of_run_end,
@@ -71,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Registered last and so called first: a second Ctrl-C while Ray ends would print a traceback.
     for number in (signal.SIGINT, signal.SIGTERM):
         atexit.register(signal.signal, number, signal.SIG_IGN)
+    if any(thread.name == RUN_THREAD for thread in threading.enumerate()):
+        # It is in a round that nobody waits for, and torch aborts a process that ends while its threads compute.
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -16,6 +16,7 @@ from fedloom.actors.client import accept_shared_memory
 from fedloom.actors.server import metered
 from fedloom.experiments.runs.configuration import config_from_dict
 from fedloom.experiments.store.trials import UNSENT
+from fedloom.experiments.terminal import RUN_THREAD
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.loop import RoundProgress
 from fedloom.platform.results.copies import MirrorError, fetch
@@ -101,7 +102,7 @@ class RunThread:
         """The latest result of `news`."""
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="run", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=RUN_THREAD, daemon=True)
 
     def start(self) -> None:
         """Starts the run."""

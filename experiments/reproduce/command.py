@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -177,7 +178,8 @@ def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "Ablati
     left = {state.state for state in states()} - {*FINAL}
     if is_serial(ablation):
         if is_new or left:
-            run_in_process(ablation, location, view, needed, is_new=is_new)
+            with suppress(KeyboardInterrupt):
+                run_in_process(ablation, location, view, needed, is_new=is_new)
         return kind_of(states())
     from fedloom.experiments.ablation.launch import resume_ablation, retry_failed, start_ablation
 

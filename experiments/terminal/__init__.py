@@ -30,6 +30,10 @@ _BY_KIND = {
 }
 
 
+RUN_THREAD = "run"
+"""Name of a thread that executes a run beside the main thread."""
+
+
 def of_run_end(kind: str) -> int:
     """The exit code for the kind of a run's end."""
     return _BY_KIND[kind]

@@ -185,6 +185,33 @@ def test_killed_and_started_again_it_ends_with_the_same_table(command: Command, 
     assert ablation_ids(tmp_path) == [plan.ablation_id]
 
 
+LONG_ROUND = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from fedloom.experiments.ablation import trial
+from fedloom.experiments.cli import main
+from fedloom.experiments.runs import launch
+
+def interrupt():
+    while not [*Path(sys.argv[2]).glob("artifacts/*/costs.json")]:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+trial.STOP_TIMEOUT_S = launch.KILLED_S = 0.0
+threading.Thread(target=interrupt, daemon=True).start()
+main(["reproduce", sys.argv[1], "method.train.epochs=5000", "--results", sys.argv[2]])
+"""
+
+
+def test_interrupted_in_a_long_round_it_ends_with_the_exit_code_of_that(tmp_path: Path) -> None:
+    """Torch would abort a process that ends while the thread of the run still computes."""
+    command = [sys.executable, "-c", LONG_ROUND, TINY, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    assert (ended.returncode, ended.stderr) == (130, "")
+    assert "digits: 1 running, 5 waiting" in ended.stdout
+
+
 def test_an_interrupted_item_does_not_repeat_what_failed(
     command: Command, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
