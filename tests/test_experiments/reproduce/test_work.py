@@ -66,10 +66,11 @@ def test_the_work_of_every_item_is_recorded(own: list[Item]) -> None:
     if items := to_record(own):
         work = dict(read_counted(WORK))
         for item in items:
-            work[item.name] = {
-                name: {setting: float(f"{macs:.3g}") for setting, macs in counted(scale).items()}
-                for name, scale in own_scales(item).items()
-            }
+            before, work[item.name] = work.get(item.name, {}), {}
+            for name, scale in own_scales(item).items():
+                macs = {setting: float(f"{value:.3g}") for setting, value in counted(scale).items()}
+                kept = {s: value for s, value in before.get(name, {}).items() if s in scale.settings}
+                work[item.name][name] = {**kept, **macs}  # kept if its data is not here
         head = "# MACs of a run of every setting: a training step counts as three passes. A test counts and records.\n"
         WORK.write_text(head + yaml.safe_dump(work, sort_keys=True))
         read_counted.cache_clear()
