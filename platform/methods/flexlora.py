@@ -124,6 +124,11 @@ def stages(config: FlexLoRAConfig, world: World) -> list[Stage]:
     """Training, the tiers' models, evaluation."""
     space, largest = with_adapters(world.space, config.name), largest_of_tiers(world)
     check_adapters(world, config.train, config.name, "decomposes the adapters after every round")
+    if config.train.aggregator == "norm_bound":  # a round's products begin as zeros, not as the current B A
+        raise ValueError(
+            "method.train.aggregator=norm_bound: flexlora's server averages products of adapters, and would bound the "
+            "products instead of their changes; use another aggregator"
+        )
     pairs = space.pairs
 
     def network(_round: Round, client_id: int) -> Subnet:

@@ -324,6 +324,9 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
         build_stages(build_world(late))
     else:
         assert "the adapters after every round, so answers from older weights would not fit" in refused(late)
+    if kind is FlexLoRAConfig:
+        bounded = config_of(kind, {"aggregator": "norm_bound", "options": {"bound": 1.0}})
+        assert refused(bounded).startswith("method.train.aggregator=norm_bound: flexlora's server averages products of")
     if kind is FLoRAConfig:
         config = config_of(kind)
         both_ways = config_of(kind, {"processors": ["qsgd"], "options": {"direction": "both"}})
