@@ -108,6 +108,11 @@ def redistributed(weights: Weights, pairs: Sequence[Pair]) -> dict[str, Tensor]:
 def check_adapters(world: World, train: TrainingConfig, who: str, why: str) -> None:
     """Raises ValueError for settings that need the adapters as they are sent: the server replaces them by new ones."""
     refuse_what_stays(train, who, why)
+    if train.options.get("direction", "up") != "up":
+        raise ValueError(
+            f"method.train.options.direction={train.options['direction']}: {who}'s clients receive the adapters of "
+            "others, whose rounding errors would enter the model in every round; use up"
+        )
     if world.attackers and world.attack.colludes:
         raise ValueError(
             f"attack.name={world.config.attack.name}: colluders change what is averaged, but {who} averages products "

@@ -136,11 +136,6 @@ def stages(config: FLoRAConfig, world: World) -> list[Stage]:
     space, largest = with_adapters(world.space, config.name), largest_of_tiers(world)
     check_adapters(world, config.train, config.name, "merges the adapters after every round")
     pairs, sizes = space.pairs, Sizes.of(space)
-    if config.train.options.get("direction", "up") != "up":
-        raise ValueError(
-            f"method.train.options.direction={config.train.options['direction']}: flora's clients receive the adapters "
-            "of others and merge them as they are; use up"
-        )
     if pairs[0].merged not in space.slices(space.largest):
         raise ValueError(
             "flora merges adapters into a sum per layer, which the network must hold: set space.lora.merged=true"

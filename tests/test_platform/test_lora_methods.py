@@ -319,6 +319,8 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
         assert "what top_k has not yet sent would not fit" in refused(config_of(kind, {"processors": ["top_k"]}))
         colluding = replace(config_of(kind), attack=AttackConfig(share=0.5, name="inner_product"))
         assert f"colluders change what is averaged, but {name} averages products" in refused(colluding)
+        both_ways = config_of(kind, {"processors": ["qsgd"], "options": {"direction": "both"}})
+        assert f"method.train.options.direction=both: {name}'s clients receive the adapters of" in refused(both_ways)
     late = config_of(kind, {"asynchronous": "fedbuff", "arrivals": 2})
     if kind is HetLoRAConfig:
         build_stages(build_world(late))
@@ -329,7 +331,5 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
         assert refused(bounded).startswith("method.train.aggregator=norm_bound: flexlora's server averages products of")
     if kind is FLoRAConfig:
         config = config_of(kind)
-        both_ways = config_of(kind, {"processors": ["qsgd"], "options": {"direction": "both"}})
-        assert "method.train.options.direction=both: flora's clients receive the adapters of" in refused(both_ways)
         without = replace(config, space=replace(config.space, lora=replace(config.space.lora, merged=False)))
         assert "a sum per layer, which the network must hold: set space.lora.merged=true" in refused(without)
