@@ -177,6 +177,11 @@ def check(config: HetLoRAConfig) -> None:
             f"method.train.processors={train.processors}: hetlora's clients cut off ranks from what they send: set "
             "method.decay=1, or leave processors out"
         )
+    if train.arrivals is not None and config.decay < 1:
+        raise ValueError(
+            f"method.train.arrivals={train.arrivals}: how many ranks hetlora's clients send is known only after their "
+            "training, and so is the order of the answers: set method.decay=1, or leave arrivals and asynchronous out"
+        )
     if privacy.clip is not None or privacy.secure or privacy.noise:
         raise ValueError(
             "method.train.privacy: the zeros and the norms of hetlora's adapters reveal the ranks and weights of "
@@ -223,6 +228,7 @@ def stages(config: HetLoRAConfig, world: World) -> list[Stage]:
     return tier_stages(
         *(world, config.name, config.train, config.evaluation, network),
         client=client,
+        countable=config.decay == 1,
         statistics_clients=config.statistics_clients,
     )
 

@@ -71,13 +71,15 @@ def tier_stages(
     client: Callable[[Round, int, Train], Train] = lambda _round, _client_id, task: task,
     more: Callable[[Weights], Weights] = lambda _weights: {},
     after: Callable[[RunState, Plan, RoundResult], RunState] = lambda state, _plan, _result: state,
+    countable: bool = True,
     statistics_clients: int | None = None,
 ) -> list[Stage]:
     """Training of each client's `network` (given the round and the client's id), the tiers' models, their evaluation.
 
     `model` is the models' name in the tables; `client` replaces a client's training task; `more` returns further
-    tensors of the server, given the initial weights; `after` changes the state after every round; at the end,
-    `statistics_clients` clients (None: all) measure each tier's batch norms, if subnets need estimated statistics.
+    tensors of the server, given the initial weights; `after` changes the state after every round; `countable` says
+    whether its costs are known without training; at the end, `statistics_clients` clients (None: all) measure each
+    tier's batch norms, if subnets need estimated statistics.
     """
     if (train.privacy.clip is not None or train.privacy.secure) and world.space.keeps_statistics:
         raise ValueError(
@@ -103,6 +105,7 @@ def tier_stages(
         tasks=lambda round_: RoundTasks([task(round_, client_id) for client_id in round_.client_ids]),
         score=lambda state: [ScoreSubnets(shown, state.version(SUPERNET))],
         after=after,
+        countable=countable,
     )
     models = TierModelsStage(world, model, statistics_clients)
     return [training, models, EvaluationStage(world, evaluation, models.jobs, len(world.tiers))]

@@ -26,6 +26,7 @@ from fedloom.platform.methods.heterofl import HeteroFLConfig
 from fedloom.platform.methods.hetlora import HetLoRAConfig, Pruning, cut, padded, pruned, weighed_by_norms
 from fedloom.platform.methods.registry import build_stages, check_space
 from fedloom.platform.methods.tier_models import WidthConfig
+from fedloom.platform.runs.dry_run import is_countable
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.capabilities import Pair
 from fedloom.platform.spaces.registry import build_space
@@ -209,6 +210,13 @@ def test_clients_prune_their_ranks_under_attacks_and_when_a_rule_has_them_send_l
     assert (ranks > 1).any()
 
 
+def test_hetlora_is_counted_and_ordered_before_it_trains_only_if_nobody_prunes(config_of: Make, refused: Any) -> None:
+    for decay in (0.5, 1.0):
+        assert is_countable(build_stages(build_world(config_of(HetLoRAConfig, decay=decay)))[0]) == (decay == 1)
+    over_selection = refused(config_of(HetLoRAConfig, {"arrivals": 2}))
+    assert over_selection.startswith("method.train.arrivals=2: how many ranks hetlora's clients send is known only")
+
+
 def test_hetlora_of_one_rank_without_pruning_and_norms_is_fedavg(config_of: Make, run_in_memory: Any) -> None:
     states = []
     for config in (config_of(HetLoRAConfig, ranks=[4], norm_weights=False), config_of(HeteroFLConfig, ranks=[4])):
@@ -321,11 +329,13 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
         assert f"colluders change what is averaged, but {name} averages products" in refused(colluding)
         both_ways = config_of(kind, {"processors": ["qsgd"], "options": {"direction": "both"}})
         assert f"method.train.options.direction=both: {name}'s clients receive the adapters of" in refused(both_ways)
-    late = config_of(kind, {"asynchronous": "fedbuff", "arrivals": 2})
+    late = {"asynchronous": "fedbuff", "arrivals": 2}
     if kind is HetLoRAConfig:
-        build_stages(build_world(late))
+        build_stages(build_world(config_of(kind, late, decay=1.0)))
     else:
-        assert "the adapters after every round, so answers from older weights would not fit" in refused(late)
+        assert "the adapters after every round, so answers from older weights would not fit" in refused(
+            config_of(kind, late)
+        )
     if kind is FlexLoRAConfig:
         bounded = config_of(kind, {"aggregator": "norm_bound", "options": {"bound": 1.0}})
         assert refused(bounded).startswith("method.train.aggregator=norm_bound: flexlora's server averages products of")
