@@ -158,6 +158,7 @@ class Choice:
         epochs: the stage's number of passes of a client over its data.
         device: a client's simulated device.
         tiers_of, sizes_of: map client ids to tier indices and sample counts, for the properties `tiers` and `sizes`.
+        population: ids of the clients that were eligible before `among` left some of them; None if all are.
     """
 
     round: int
@@ -173,6 +174,7 @@ class Choice:
     device: Callable[[int], DeviceProfile] = lambda _client_id: DEFAULT_PROFILE
     tiers_of: Callable[[np.ndarray], np.ndarray] = lambda client_ids: np.zeros(len(client_ids), dtype=int)
     sizes_of: Callable[[np.ndarray], np.ndarray] = lambda client_ids: np.ones(len(client_ids))
+    population: np.ndarray | None = None
 
     @property
     def tiers(self) -> np.ndarray:
@@ -186,7 +188,12 @@ class Choice:
 
     def among(self, client_ids: np.ndarray) -> Choice:
         """The same round with only these clients, in ascending order."""
-        return replace(self, eligible=client_ids)
+        return replace(self, eligible=client_ids, population=self.everyone.eligible)
+
+    @property
+    def everyone(self) -> Choice:
+        """The same round with the whole population, also if the rule gets a list of the few that are online."""
+        return self if self.population is None else replace(self, eligible=self.population, population=None)
 
     def can_take_part(self, client_id: int) -> bool:
         """Whether a client is eligible, and its device available."""

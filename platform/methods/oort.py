@@ -21,7 +21,7 @@ Where that code differs from the paper, `variant=released` follows the code:
     exploration   by samples, times (T / t)^alpha if slower than T: drawn from the 5 eps K clients with the most
     pacer         by the mean utility of exploited clients that answered: T grows if it changed by at most a tenth from
                   window to window, and falls if it changed by five times or more
-    T             a quantile of all clients' durations
+    T             a quantile of all clients' durations, also of those that are offline
     the rest      drawn uniformly
 
 Durations of unexplored clients are registered in the code, and estimated here from those of explored clients, so that
@@ -83,7 +83,7 @@ def oort(
         often.sort(key=lambda c: (-explored[c].participations, c))
         resting = set(often[: int(MOST_BLACKLISTED * len(explored))])
     ready = [c for c in explored if c not in resting and choice.can_take_part(c)]
-    fresh_s = _estimated_s(choice, explored) if released else {}
+    fresh_s = _estimated_s(choice.everyone, explored) if released else {}
     durations_s = [*(r.simulated_s for r in explored.values()), *fresh_s.values()]
     no_limit = memory["quantile"] >= 1 or not durations_s
     longest_s = math.inf if no_limit else _quantile(durations_s, memory["quantile"])

@@ -182,6 +182,15 @@ def test_oorts_released_exploration_is_by_samples_and_ends_for_good() -> None:
     assert later.memory["all_explored"], "also if there are new clients"
 
 
+def test_oorts_released_durations_and_exploration_are_of_clients_that_are_offline_too() -> None:
+    history = {0: record(samples=10, simulated_s=1.0), 1: record(samples=10, simulated_s=4.0)}
+    # All others are offline, and with 100 samples each they take ten times the median: 25 s.
+    given_ = choice(history, size=2, sizes_of=lambda ids: np.where(ids < 2, 10.0, 100.0))
+    online = oort(given_.among(np.arange(2)), variant="released", preferred=0.3)
+    assert not online.memory["all_explored"]
+    assert online.reasons[0] == online.reasons[1], "T is 25 s, so that neither is slow"
+
+
 @pytest.mark.parametrize(
     ("before", "now", "quantile"),
     [(100.0, 109.0, 0.35), (100.0, 91.0, 0.35), (100.0, 120.0, 0.3), (100.0, 60.0, 0.3), (100.0, 700.0, 0.25)],
