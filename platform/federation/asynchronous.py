@@ -354,6 +354,12 @@ def check_rules(config: TrainingConfig, rules: Rules, population: int, concurren
         raise ValueError(f"{key}.arrivals={config.arrivals}: only {most} clients {at_work}; lower it")
     if rule == "fedasync" and config.arrivals != 1:
         raise ValueError(f"{slot} mixes every answer into the weights: set {key}.arrivals=1, given {config.arrivals}")
+    direction = config.options.get("direction", "up")
+    if rule == "fedasync" and direction != "up":
+        raise ValueError(
+            f"{key}.options.direction={direction}: fedasync would mix the rounding errors of what clients receive into "
+            f"the weights; use up, or {key}.asynchronous=fedbuff, which adds changes"
+        )
     if rule is not None and config.arrivals is None:
         raise ValueError(f"{slot} needs {key}.arrivals, the number of answers that make a round (FedBuff's K)")
     sampling = selection_traits(rules.selection.name).sampling

@@ -459,6 +459,11 @@ def test_a_rule_of_ones_own_is_tried_before_a_run() -> None:
             "given 2",
         ),
         (
+            {"asynchronous": "fedasync", "arrivals": 1, "processors": ["qsgd"], "options": {"direction": "down"}},
+            "method.train.options.direction=down: fedasync would mix the rounding errors of what clients receive into "
+            "the weights; use up, or method.train.asynchronous=fedbuff, which adds changes",
+        ),
+        (
             {"asynchronous": "fedbuff", "arrivals": 2, "selection": "poisson"},
             "method.train.asynchronous=fedbuff and method.train.selection=poisson: a client begins whenever another "
             "ends, so the number at work is fixed; use uniform, or a rule that selects as many clients as asked for",
