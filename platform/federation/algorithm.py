@@ -352,7 +352,7 @@ class TrainingStage:
         self.cohort_size = min(cohort_size(config, len(self.population)), len(self.population))
         self.server_group, self.sent_group = f"server-{self.group}", f"sent-{self.group}"
         self.server = Server(self.rules, world.space.parameter_names if self.parameters is None else self.parameters)
-        self.warnings = TrainingWarnings(world, name)
+        self.warnings = TrainingWarnings(world, name, noise=config.privacy.noise > 0)
         self.stop = world.config.stop
         self.may_end_early = self.stop.is_set and config.evaluate_every > 0
         self.selection = Selection(

@@ -21,10 +21,10 @@ SETTLED, CHANCES, FAR = 5, 1.5, 0.4
 
 
 class TrainingWarnings:
-    """The warnings of one stage."""
+    """The warnings of one stage; `noise` says whether the server adds noise in every round (`privacy.noise`)."""
 
-    def __init__(self, world: World, stage: str) -> None:
-        self.world, self.stage = world, stage
+    def __init__(self, world: World, stage: str, *, noise: bool) -> None:
+        self.world, self.stage, self.noise = world, stage, noise
         self._has_compared, self._has_looked, self._has_waited, self._had_few = False, False, False, False
 
     def before_round(self, tasks: Sequence[Task], stack: int) -> None:
@@ -81,11 +81,12 @@ class TrainingWarnings:
         if any(result.status == "ok" for result in clients):
             return {}
         fates = Counter(result.status for result in clients)
-        why = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())) or "none was available"
+        why = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())) or "no client was selected"
+        so = "only noise was added" if self.noise else "nothing was trained"
         rounds = data.get(UNANSWERED, 0) + 1
         logger.warning(
-            "%s, round %d: no update arrived (%s), so nothing was trained; %d such rounds so far",
-            *(self.stage, round_ + 1, why, rounds),
+            "%s, round %d: no update arrived (%s), so %s; %d such rounds so far",
+            *(self.stage, round_ + 1, why, so, rounds),
         )
         return {UNANSWERED: rounds}
 

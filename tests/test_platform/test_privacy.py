@@ -324,11 +324,14 @@ def test_epsilon_is_in_every_round(tiny_config: Make, run_in_memory: Any) -> Non
         assert spent[-1] == epsilon([[[selection, sampling, 1.5], 8, 3]], 1e-5, "rdp")
 
 
-def test_an_empty_cohort_is_noise_alone(tiny_config: Make, run_in_memory: Any) -> None:
+def test_an_empty_cohort_is_noise_alone(
+    tiny_config: Make, run_in_memory: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     config = private(tiny_config, 1.0, 1.0, selection="poisson", clients_per_round=1, rounds=12)
     config.method.train.privacy.least_coverage = 1e-3
     _, rounds = weights_after(run_in_memory, config)
     assert 0 in {row["clients_planned"] for row in rounds}
+    assert "no update arrived (no client was selected), so only noise was added; 1 such" in caplog.text
 
 
 def test_a_stage_that_undoes_privacy_is_warned_of(
