@@ -120,6 +120,7 @@ def _checked(arrays: Arrays, blame: str) -> "Source | TokenSource | TreeArrays":
     scale = arrays.scale if arrays.scale is not None else 255 if train.x.dtype == np.uint8 else 1
     if not isinstance(scale, Real) or not 0 < scale < math.inf:
         raise PluginError(f"{blame}: scale={scale!r:.60}: give a finite number greater than 0")
+    scale = scale.item() if isinstance(scale, np.generic) else scale  # the manifest is JSON, without NumPy's types
     return LabelledArrays(content, scale, _normalisation(arrays, train, blame))
 
 

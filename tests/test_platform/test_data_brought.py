@@ -156,6 +156,13 @@ def test_the_content_decides_and_not_the_place(brought: Callable[..., DataConfig
     assert prepare_dataset(brought(Arrays((IMAGES, LABELS), class_names=list("vwxyz")))) != first
 
 
+def test_a_scale_may_be_a_number_of_numpys(brought: Callable[..., DataConfig]) -> None:
+    scaled = prepare_dataset(brought(Arrays((IMAGES, LABELS), scale=100)))
+    for kind in (np.uint8, np.int64):
+        assert prepare_dataset(brought(Arrays((IMAGES, LABELS), scale=kind(100)))) == scaled  # type: ignore[arg-type]
+    assert Dataset.open(prepare_dataset(brought(Arrays((IMAGES, LABELS), scale=np.float32(0.5))))).num_classes == 5
+
+
 def test_memory_mapped_arrays_are_as_good(brought: Callable[..., DataConfig], tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", IMAGES)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
