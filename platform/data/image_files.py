@@ -596,11 +596,12 @@ class TorchvisionSource(Source):
 
     def _labels_of(self, dataset: Any) -> IntArray:
         """The labels (n,), read without decoding images if the data set stores them separately."""
-        targets = next((t for name in LABEL_ATTRIBUTES if (t := getattr(dataset, name, None)) is not None), None)
-        if targets is None:
-            targets = [dataset[row][1] for row in range(len(dataset))]
+        targets = next((t for name in LABEL_ATTRIBUTES if (t := getattr(dataset, name, None)) is not None), ())
         try:
-            labels = np.asarray(targets).reshape(-1).astype(np.int64)
+            stored = np.asarray(targets)
+            if stored.size != len(dataset):  # none, or more than the classes, such as QMNIST's writers
+                stored = np.asarray([dataset[row][1] for row in range(len(dataset))])
+            labels = stored.reshape(-1).astype(np.int64)
         except (TypeError, ValueError):
             labels = np.array([], dtype=np.int64)
         if len(labels) != len(dataset) or not len(labels) or labels.min() < 0:

@@ -377,6 +377,15 @@ def test_a_set_of_torchvision_whose_base_class_is_told_the_part(tmp_path: Path) 
     assert (data.labels("train").max(), data.labels("test").max()) == (26, 2)
 
 
+def test_a_set_of_torchvision_that_stores_more_than_classes(tmp_path: Path) -> None:
+    raw, y = tmp_path / "QMNIST" / "raw", np.arange(30) % 10
+    for part in ("train", "test"):
+        write_idx(raw / f"qmnist-{part}-images-idx3-ubyte", np.zeros((30, 28, 28), dtype=np.uint8))
+        write_idx(raw / f"qmnist-{part}-labels-idx2-int", np.stack([y, *[y + 1] * 7], axis=1))
+    config = DataConfig(dataset="torchvision:QMNIST", root=str(tmp_path), cache=str(tmp_path / "c"))
+    assert Dataset.open(prepare_dataset(config)).labels("train").tolist() == y.tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
