@@ -232,7 +232,9 @@ def _clients(parts: Mapping[str, _Part], blame: str) -> tuple[tuple[str, ...], d
         return (), {}
     if "train" not in known:
         raise PluginError(f"{blame} names clients for test only: name those of train too")
-    values = np.unique(np.concatenate([np.asarray(c).reshape(-1) for c in known.values()]))
+    # NumPy makes float64 of int64 beside uint64, in which large numbers coincide: Python's integers are exact.
+    exact = object if np.result_type(*known.values()).kind == "f" else None
+    values = np.unique(np.concatenate([*known.values()], dtype=exact))
     return tuple(map(str, values.tolist())), {name: np.searchsorted(values, c) for name, c in known.items()}
 
 

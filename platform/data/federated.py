@@ -141,7 +141,8 @@ def label_variation(labels: IntArray, offsets: IntArray, num_classes: int) -> fl
     for first in range(0, len(offsets) - 1, CLIENTS_AT_ONCE):
         bounds = offsets[first : first + CLIENTS_AT_ONCE + 1]
         owners = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-        cells = owners * num_classes + labels[bounds[0] : bounds[-1]]
+        # Stored labels may be uint64, of which and of int64 NumPy makes float64.
+        cells = owners * num_classes + labels[bounds[0] : bounds[-1]].astype(np.int64)
         counts = np.bincount(cells, minlength=(len(bounds) - 1) * num_classes).reshape(-1, num_classes)
         counts = counts[counts.sum(axis=1) > 0]
         shares = counts / counts.sum(axis=1, keepdims=True)

@@ -101,6 +101,15 @@ def test_numbered_clients_are_in_the_order_of_their_numbers(brought: Callable[..
     assert opened(config).dataset.client_names == ("1", "2", "9", "10", "100")
 
 
+def test_clients_numbered_without_and_with_sign_are_the_same(brought: Callable[..., DataConfig]) -> None:
+    clients = (LABELS % 2).astype(np.uint64) + 2**60
+    given = {"train": (IMAGES, LABELS, clients), "test": (IMAGES, LABELS, clients.astype(np.int64))}
+    data = opened(brought(given, partition="natural", num_clients=2, validation_share=0.0))
+    assert data.dataset.client_names == (str(2**60), str(2**60 + 1))
+    with data.reading_test():
+        assert data.indices(1, "test").tolist() == data.indices(1, "train").tolist()
+
+
 def test_clients_may_be_named_by_a_column_of_objects(brought: Callable[..., DataConfig]) -> None:
     names = np.array([f"client {label % 2}" for label in LABELS], dtype=object)
     config = brought({"train": (IMAGES, LABELS, names)}, partition="natural", num_clients=2, validation_share=0.0)
@@ -145,6 +154,13 @@ def test_classes_stored_as_bytes_are_counted_as_whole_numbers(brought: Callable[
     assert [json.loads(str(m.detail)) for m in matrix] == [[str(k), str(k)] for k in range(30)]
     halves = replace(samples, label_map=torch.arange(30) // 15)
     assert halves.labels.tolist() == [0] * 15 + [1] * 15
+
+
+def test_classes_without_sign_are_counted_as_others_are(brought: Callable[..., DataConfig]) -> None:
+    variations = [
+        opened(brought(Arrays(({"a": FLOATS}, LABELS.astype(kind))))).label_variation() for kind in ("i8", "u8")
+    ]
+    assert variations[0] == variations[1]
 
 
 def test_the_content_decides_and_not_the_place(brought: Callable[..., DataConfig]) -> None:
