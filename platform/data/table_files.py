@@ -86,7 +86,7 @@ def batches(
 def _reading(file: Path) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = str(error).splitlines()[0]
         place = re.match(r"In CSV column #(\d+): ", problem)  # counted from 0
         if place:
@@ -341,15 +341,18 @@ def find_table(path: Path, layout: Layout) -> TableSource:
                 raise PluginError(
                     f"{BLAME} {file} has no column {name}: choose data.options.{key} of {', '.join(names):.200}"
                 )
+            if names.count(name) > 1:
+                raise PluginError(f"{BLAME} {file} has several columns {name}: give each a name of its own")
     if not x:
         raise PluginError(f"{BLAME} {first} has no column of inputs beside {' and '.join(named.values())}")
     return TableSource(files, replace(layout, x=tuple(x)), schema)
 
 
 def _schema(file: Path) -> pa.Schema:
-    if file.suffix == ".parquet":
-        with _reading(file):
+    with _reading(file):
+        if file.suffix == ".parquet":
             return pq.read_schema(file)
-    for batch in batches(file):
-        return batch.schema
+        for batch in batches(file):
+            if batch.schema.names:  # decoded here, as those of a CSV file may not be UTF-8
+                return batch.schema
     raise PluginError(f"{BLAME} {file} has no rows")

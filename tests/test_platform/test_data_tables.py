@@ -207,6 +207,8 @@ def test_images_in_columns_of_other_types_of_texts_and_bytes(tmp_path: Path, col
         ("a,label\n1,x\n2,\n", {}, r"column label of .*t.csv lacks values: give one for every row"),
         ("a,label\n1,x\n", {}, r"t.csv has too few samples to hold a fifth out for testing \(1\): give more"),
         ("label\nx\n", {}, r"t.csv has no column of inputs beside label"),
+        ("a,a,label\n1,2,x\n", {}, r"t.csv has several columns a: give each a name of its own"),
+        (b"\xe4,label\n1,x\n", {}, r"t.csv cannot be read \('utf-8' codec can't decode byte 0xe4"),
         (
             "a,label\n1,x\n2,y\n3,y\n",
             {"shape": [2]},
@@ -218,9 +220,9 @@ def test_images_in_columns_of_other_types_of_texts_and_bytes(tmp_path: Path, col
         (None, {}, r"t.csv is no table and has none: data.options.path is a file \(.csv, .parquet, .arrow\)"),
     ],
 )
-def test_bad_tables_are_one_line(tmp_path: Path, content: str | None, options: Any, message: str) -> None:
+def test_bad_tables_are_one_line(tmp_path: Path, content: Any, options: Any, message: str) -> None:
     if content is not None:
-        (tmp_path / "t.csv").write_text(content)
+        (tmp_path / "t.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(PluginError, match=message) as caught:
         opened(tmp_path, tmp_path / "t.csv", **options)
     assert "\n" not in str(caught.value)
