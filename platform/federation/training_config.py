@@ -189,15 +189,15 @@ def _processor_key(index: int) -> str:
     return f"processors[{index}]"
 
 
-def own_augmentation(config: TrainingConfig) -> ComponentSpec | None:
-    """The stage's own augmentation with its options; None if it uses the data's.
+def own_augmentation(config: TrainingConfig, of_data_set: Mapping[str, Any]) -> ComponentSpec | None:
+    """The stage's own augmentation with its options, and the data set's that it shares; None if it uses the data's.
 
-    `rules_of` has checked the options, which the stage's rules share.
+    `rules_of` has checked the stage's options, which its rules share.
     """
     if config.augment is None:
         return None
     known = AUGMENTATIONS.options_of(config.augment)
-    options = {name: value for name, value in config.options.items() if name in known}
+    options = {name: value for name, value in {**of_data_set, **config.options}.items() if name in known}
     return component_specs([(AUGMENTATIONS, config.augment)], options, "options")[0]
 
 
@@ -278,7 +278,7 @@ def check_rule_names(config: object, key: str) -> None:
 
 def augmentation_of(world: World, config: TrainingConfig) -> ComponentSpec:
     """The augmentation of the stage's batches, its own or the data's, with the data set's values that it asks for."""
-    augment = own_augmentation(config)
+    augment = own_augmentation(config, world.data_options)
     return world.augment if augment is None else coloured(augment, world.data.dataset.colours)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,11 @@ class World:
     def num_clients(self) -> int:
         """The number of registered clients."""
         return len(self.tier_of_client)
+
+    @property
+    def data_options(self) -> dict[str, Any]:
+        """The options of the data set alone, by name: `data.options` may have the augmentation's, too."""
+        return dict(data_choices(self.config.data)[0].options)
 
     @property
     def everyone(self) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Cutout and RandAugment, and augmentations of single stages."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.prepare import prepare_dataset
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.training_config import TrainingConfig, augmentation_of, own_augmentation, rules_of
-from fedloom.platform.federation.world import build_world
+from fedloom.platform.federation.world import World, build_world
 from fedloom.platform.plugins import ComponentSpec
 
 RANDOM = "crop_flip_randaugment_cutout"
@@ -178,11 +179,15 @@ def options(**changes: Any) -> TrainingConfig:
     return TrainingConfig(**changes)
 
 
-def test_a_stage_has_its_own_augmentation_or_the_datas(tmp_path: Path) -> None:
+@pytest.fixture
+def world(tmp_path: Path) -> World:
     config = RunConfig()
     config.data = DataConfig(cache=str(tmp_path), train_samples=80, test_samples=20, num_clients=4, augment="crop_flip")
     config.space.name, config.tiers.count = "cnn_digits", 1
-    world = build_world(config)
+    return build_world(config)
+
+
+def test_a_stage_has_its_own_augmentation_or_the_datas(world: World) -> None:
     assert augmentation_of(world, options()) == ComponentSpec("crop_flip")
     assert augmentation_of(world, options(augment="none")) == ComponentSpec("none")
     cut = options(augment="crop_flip_cutout", options={"length": 3, "server_lr": 0.5}, server="fedavgm")
@@ -190,9 +195,19 @@ def test_a_stage_has_its_own_augmentation_or_the_datas(tmp_path: Path) -> None:
     assert dict(augmentation_of(world, options(augment=RANDOM)).options)["black"] == world.data.dataset.colours[0]
 
 
+def test_the_data_sets_options_are_those_of_a_stages_augmentation_too(world: World) -> None:
+    data = DataConfig("speech_commands", options={"features": "slaney", "length": 3}, augment="crop_flip_cutout")
+    world = replace(world, config=replace(world.config, data=data))
+    assert dict(augmentation_of(world, options(augment="noise_shift")).options)["features"] == "slaney"
+    given = options(augment="noise_shift", options={"features": "htk"})
+    assert dict(augmentation_of(world, given).options)["features"] == "htk"
+    other = options(augment="crop_flip_cutout")
+    assert augmentation_of(world, other) == ComponentSpec("crop_flip_cutout"), "length is for the data's augmentation"
+
+
 def test_options_of_the_augmentation_stand_among_the_stages() -> None:
     given = options(augment="crop_flip_cutout", options={"length": 3})
-    assert own_augmentation(given) == ComponentSpec("crop_flip_cutout", (("length", 3),))
+    assert own_augmentation(given, {}) == ComponentSpec("crop_flip_cutout", (("length", 3),))
     rules_of(given, "method.train")
     with pytest.raises(ValueError, match=r"method.train.options.lenght: not an option of .*did you mean 'length'"):
         rules_of(options(augment="crop_flip_cutout", options={"lenght": 3}), "method.train")
