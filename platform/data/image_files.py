@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from annotated_types import Interval
 from PIL import Image
+from torch import Tensor
 
 from fedloom.platform.data.artefact import AnyArray, ByteArray, Fields, IntArray, hash_of_file
 from fedloom.platform.data.config import DataConfig, data_root
@@ -85,13 +86,12 @@ class FolderSource(Source):
     """What `_part` returns for each part, computed once."""
 
     def identity(self) -> Fields:
-        # Names and sizes, not contents: reading 180 000 small files from a cold disk takes minutes in every run, and an
-        # image with other pixels rarely has the same size.
         digest = sha256()
         for part, listings in self.listings.items():
             for label, listing in zip(self.class_names, listings, strict=True):
+                folder = self.folder / part / label
                 for name, size_bytes in listing:
-                    digest.update(f"{part}/{label}/{name}\t{size_bytes}\n".encode())
+                    digest.update(f"{part}/{label}/{name}\t{size_or_hash(folder, name, size_bytes)}\n".encode())
         return {"layout": self.layout, "sha256_of_names_and_sizes": digest.hexdigest(), **self.options}
 
     def labels(self, part: str) -> IntArray:
@@ -115,6 +115,16 @@ class FolderSource(Source):
             rows = np.arange(len(labels)) if folder == part else held_out(labels, blame)[PARTS.index(part)]
             self._parts[part] = folder, labels[rows], places[rows]
         return self._parts[part]
+
+
+UNCOMPRESSED = (".bmp", ".pgm", ".ppm", ".tif", ".tiff")
+
+
+def size_or_hash(folder: Path, name: str, size_bytes: int) -> str:
+    """What identifies an image's content: its size, or, for an uncompressed one, the SHA-256 (hex) of its bytes."""
+    # Reading 180 000 small files from a cold disk takes minutes in every run, and a compressed image with other pixels
+    # rarely has the same size; uncompressed ones always have it.
+    return hash_of_file(folder / name) if name.lower().endswith(UNCOMPRESSED) else str(size_bytes)
 
 
 def find_folders(folder: Path, size: int | None, *, grey: bool) -> FolderSource:
@@ -618,9 +628,16 @@ class TorchvisionSource(Source):
         return texts if len(texts) >= count else tuple(map(str, range(count)))
 
     def identity(self) -> Fields:
-        # No hashes of the images: torchvision checks the files when it downloads them.
         labels = {part: sha256(y.tobytes()).hexdigest() for part, y in self._labels.items()}
-        return {"layout": f"torchvision {self.name}", "sha256_of_labels": labels, "size": self.size}
+        described: Fields = {"layout": f"torchvision {self.name}", "sha256_of_labels": labels, "size": self.size}
+        # Only images that torchvision holds in memory: files of single images it checks when it downloads them.
+        held = {part: getattr(dataset, "data", None) for part, dataset in self.parts.items()}
+        hashes = {
+            part: sha256(np.ascontiguousarray(images).data).hexdigest()
+            for part, images in held.items()
+            if isinstance(images, np.ndarray | Tensor)
+        }
+        return {**described, "sha256_of_images": hashes} if hashes else described
 
     def labels(self, part: str) -> IntArray:
         return self._labels[part]

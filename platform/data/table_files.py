@@ -20,7 +20,7 @@ from PIL import Image
 
 from fedloom.platform.data.artefact import AnyArray, Fields, IntArray, hash_of_file
 from fedloom.platform.data.dataset import PARTS
-from fedloom.platform.data.image_files import decode_image
+from fedloom.platform.data.image_files import decode_image, size_or_hash
 from fedloom.platform.data.source import HELD_OUT_SHARE, Source, held_out
 from fedloom.platform.plugins import PluginError
 from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
@@ -153,12 +153,13 @@ class TableSource(Source):
         hashes = {f"{part}/{file.name}": hash_of_file(file) for part, files in self.files.items() for file in files}
         held = HELD_OUT_SHARE if "" in self.files else 0
         fields: Fields = {"layout": "table", "sha256": hashes, **asdict(self.layout), "held_out": held}
-        if self._names_files:  # not their contents, as for images in folders
+        if self._names_files:
             digest = sha256()
             for part in self.files:
                 for file, batch in self._batches(part):
                     for name in batch.column(0).to_pylist():
-                        digest.update(f"{name}\t{_image_file(file, name).stat().st_size}\n".encode())
+                        content = size_or_hash(file.parent, name, _image_file(file, name).stat().st_size)
+                        digest.update(f"{name}\t{content}\n".encode())
             fields["sha256_of_names_and_sizes"] = digest.hexdigest()
         return fields
 

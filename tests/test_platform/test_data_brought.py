@@ -5,6 +5,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,9 @@ from fedloom.platform.data.arrays import Arrays
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset, StoredSamples
 from fedloom.platform.data.federated import FederatedData
+from fedloom.platform.data.image_files import find_folders
 from fedloom.platform.data.partition import prepare_partition
-from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.prepare import prepare_dataset, prepared_folder
 from fedloom.platform.federation.ineffective_keys import clients_without_effect
 from fedloom.platform.plugins import PluginError
 
@@ -302,13 +304,13 @@ def test_an_npz_that_is_none_is_one_line(tmp_path: Path, content: Any, message: 
         prepare_dataset(config)
 
 
-def write_images(folder: Path, parts: tuple[str, ...], size: int = 5) -> None:
+def write_images(folder: Path, parts: tuple[str, ...], size: int = 5, suffix: str = "png") -> None:
     for part in parts:
         for label, name in enumerate(("cat", "dog")):
             (folder / part / name).mkdir(parents=True)
             for i in range(5):
                 pixels = np.full((size, size, 3), 40 * label + i, dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / part / name / f"{i}.png")
+                Image.fromarray(pixels).save(folder / part / name / f"{i}.{suffix}")
 
 
 @pytest.mark.parametrize("parts", [("train", "test"), ("",)])
@@ -326,6 +328,24 @@ def test_folders_of_images(tmp_path: Path, parts: tuple[str, ...]) -> None:
     assert (x[:, 0, 0, 0] // 40 == data.labels("train")).all()
     grey = DataConfig(dataset="folder", cache=str(tmp_path / "c"), options={**options, "size": 3, "grey": True})
     assert Dataset.open(prepare_dataset(grey)).input_shape == (1, 3, 3)
+
+
+def test_other_pixels_in_uncompressed_files_are_noticed(tmp_path: Path) -> None:
+    write_images(tmp_path / "pets", ("",), suffix="BMP")
+    options = {"path": str(tmp_path / "pets")}
+    config = DataConfig(dataset="folder", cache=str(tmp_path / "c"), options=options)
+    before = prepared_folder(config)
+    assert prepared_folder(config) == before
+    Image.fromarray(np.full((5, 5, 3), 200, dtype=np.uint8)).save(tmp_path / "pets" / "dog" / "4.BMP")
+    assert prepared_folder(config) != before
+
+
+def test_folders_of_compressed_images_keep_their_identity(tmp_path: Path) -> None:
+    for name, content in (("cat", b"12"), ("dog", b"1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(content)
+    found = find_folders(tmp_path, 5, grey=False).identity()
+    assert found["sha256_of_names_and_sizes"] == sha256(b"/cat/0.png\t2\n/dog/0.png\t1\n").hexdigest()
 
 
 def test_folders_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
@@ -378,6 +398,8 @@ def test_a_set_of_torchvision_from_its_files(tmp_path: Path) -> None:
     assert (data.num_samples("train"), data.num_samples("test"), data.input_shape) == (30, 20, (1, 28, 28))
     assert np.load(data.path / "train_x.npy")[:, 0].tolist() == x.tolist()
     assert data.labels("train").tolist() == y.tolist()
+    write_idx(raw / "t10k-images-idx3-ubyte", x[10:])
+    assert prepared_folder(config) != data.path, "other images of the same labels are other data"
 
 
 def test_a_set_of_torchvision_whose_base_class_is_told_the_part(tmp_path: Path) -> None:

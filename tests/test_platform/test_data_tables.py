@@ -18,7 +18,7 @@ from fedloom.platform.data.artefact import AnyArray
 from fedloom.platform.data.config import DataConfig
 from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.partition import Partition, prepare_partition
-from fedloom.platform.data.prepare import prepare_dataset
+from fedloom.platform.data.prepare import prepare_dataset, prepared_folder
 from fedloom.platform.plugins import PluginError
 
 RNG = np.random.default_rng(0)
@@ -36,9 +36,9 @@ PLAIN = NUMBERS.drop_columns(["pulse"])
 PIXELS = RNG.integers(0, 256, (12, 4, 5), dtype=np.uint8)
 
 
-def encoded(pixels: AnyArray) -> bytes:
+def encoded(pixels: AnyArray, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
+    Image.fromarray(pixels).save(file, kind)
     return file.getvalue()
 
 
@@ -173,6 +173,15 @@ def test_a_table_that_names_image_files(tmp_path: Path) -> None:
     (tmp_path / "3.png").unlink()
     with pytest.raises(PluginError, match=r"t.csv names the image 3.png, which .* does not have"):
         opened(tmp_path, tmp_path / "t.csv", x=["file"])
+
+
+def test_other_pixels_in_an_uncompressed_file_that_a_table_names_are_noticed(tmp_path: Path) -> None:
+    for row, pixels in enumerate(PIXELS):
+        (tmp_path / f"{row}.bmp").write_bytes(encoded(pixels, "BMP"))
+    (tmp_path / "t.csv").write_text("\n".join(["file,label", *[f"{row}.bmp,{row % 2}" for row in range(len(PIXELS))]]))
+    before = prepared_folder(config(tmp_path, tmp_path / "t.csv"))
+    (tmp_path / "3.bmp").write_bytes(encoded(255 - PIXELS[3], "BMP"))
+    assert prepared_folder(config(tmp_path, tmp_path / "t.csv")) != before
 
 
 @pytest.mark.parametrize(
