@@ -75,8 +75,13 @@ class Kernels:
     channels_last: bool = False
 
     def prepared(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Moves the module to the device and makes it compute in this precision and format; outputs are float32."""
+        """Moves the module to the device and makes it compute in this precision and format; outputs are float32.
+
+        All of its layers are in training mode, in whatever mode they were built: if a frozen body were still in
+        evaluation mode, it would train otherwise after the first evaluation.
+        """
         module = module.to(device)
+        module.train()
         if self.channels_last:
             module = module.to(memory_format=torch.channels_last)
             # Named inputs, of which a user's own network may take several, are left as they are.

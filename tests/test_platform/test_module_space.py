@@ -54,6 +54,11 @@ def frozen(input_shape, num_classes):
     return nn.Sequential(body, nn.Linear(32, num_classes))
 
 
+def resting():
+    body = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Dropout()).requires_grad_(False).eval()
+    return nn.Sequential(body, nn.Linear(64, 10))
+
+
 def file_body():
     body = nn.Linear(64, 32).requires_grad_(False)
     body.weight.data.fill_(float(open(FILE).read()))
@@ -383,6 +388,12 @@ def test_dropout_inside_a_networks_layers_depends_on_nothing_but_the_client(
         return [run_assignment(worker, a, shared, KeptUpdates()) for a in assignments][-1].loss
 
     assert last_loss(of_clients) == last_loss(of_clients[-1:])
+
+
+def test_a_network_trains_in_one_mode_whatever_mode_it_was_built_in(config_of: Make, tmp_path: Path) -> None:
+    worker = Worker(build_world(config_of(tmp_path, "resting")).spec)
+    for module in (worker.subnet((0,)), worker.supernet):
+        assert {part.training for part in module.modules()} == {True}
 
 
 def test_the_steps_of_a_network_that_depend_on_values_are_counted_by_running_it() -> None:
