@@ -19,7 +19,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Averaged, Coverage, Update, WeightedSums, check_weights
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, Shipped
-from fedloom.platform.spaces.slices import Region, Weights, bytes_of, cells, inside, part_in, part_of
+from fedloom.platform.spaces.slices import Region, Weights, bytes_of, cells, inside, part_in, part_of, widened
 
 MEAN = "mean"
 """The aggregator for which partial sums are enough."""
@@ -31,7 +31,7 @@ class Cell:
 
     Attributes:
         name: the shared tensor.
-        values_n: what N clients send for it, of shape (N, *region).
+        values_n: what N clients send for it, of shape (N, *region), in float32 instead of types of 16 bits.
         weights_n: the clients' weights, all above 0.
         old: the values before the round, of the region's shape.
         places: per client, the index of its update in `updates`.
@@ -170,9 +170,10 @@ def aggregated(
             values_n = torch.stack([part_in(piece.values, piece.region, region) for piece in held])
             target = part_of(new, region)
             if new.is_floating_point():
-                weights_n = torch.tensor([piece.weight for piece in held])
+                values_n = widened(values_n)
+                weights_n = torch.tensor([piece.weight for piece in held], dtype=values_n.dtype)
                 places = tuple(piece.update_index for piece in held)
-                cell = Cell(name, values_n, weights_n, target.clone(), places, updates, comparison)
+                cell = Cell(name, values_n, weights_n, widened(target.clone()), places, updates, comparison)
                 combined = mean(cell) if name in singly else rule(cell)
                 if combined is None:
                     continue

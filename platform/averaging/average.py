@@ -1,7 +1,8 @@
 """The one averaging function: per scalar, the weighted mean over the updates that cover it, else the old value.
 
-Parameters and floating-point buffers (BatchNorm statistics) are averaged with the weight of their tensor. Integer
-counters keep their type and take the largest value among the contributors.
+Parameters and floating-point buffers (BatchNorm statistics) are averaged with the weight of their tensor. Types of 16
+bits are summed in float32, and only the mean is rounded to them. Integer counters keep their type and take the largest
+value among the contributors.
 """
 
 import math
@@ -11,7 +12,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedloom.platform.spaces.slices import Region, SliceMap, Weights, cells, inside, part_in, part_of, whole_region
+from fedloom.platform.spaces.slices import (
+    Region,
+    SliceMap,
+    Weights,
+    cells,
+    inside,
+    part_in,
+    part_of,
+    whole_region,
+    widened,
+)
 
 MASKED = torch.int32
 """The type of masked updates: residues modulo 2^32."""
@@ -108,7 +119,7 @@ class TensorSum:
     def of(cls, region: Region, tensor: Tensor, weight: float, factor: float = 1.0) -> "TensorSum":
         """Starts a sum with the first update's region."""
         # Faster than zeros plus an addition: newly allocated memory is written once, not twice.
-        total = tensor * weight if tensor.dtype.is_floating_point else tensor.clone()
+        total = widened(tensor) * weight if tensor.dtype.is_floating_point else tensor.clone()
         # Contiguous, whatever memory format the client computed in: only such arrays are sent without a copy.
         return cls(region, total.contiguous(), {region: Coverage.of(weight, factor)})
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Averaged, Coverage, Covered, Update
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.slices import SliceMap, Weights, part_of, whole_region
+from fedloom.platform.spaces.slices import SliceMap, Weights, part_of, whole_region, widened
 
 SPENT = "privacy"
 """The key of the JSON value that records the privacy that all stages have spent so far."""
@@ -112,7 +112,7 @@ def clip_changes(tensors: Weights, received: Weights, most: float) -> float:
 
 def expected_weights(rounds: Iterable[Iterable[tuple[SliceMap, float]]], like: Weights) -> dict[str, Tensor]:
     """The mean over rounds of each scalar's summed weights; a round gives (slices, weight) per client."""
-    totals = {name: torch.zeros_like(t, device="cpu") for name, t in like.items() if t.is_floating_point()}
+    totals = {name: torch.zeros_like(widened(t), device="cpu") for name, t in like.items() if t.is_floating_point()}
     number = 0
     for clients in rounds:
         number += 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Averaged
 from fedloom.platform.plugins import PluginError, Registry, Shipped, is_import_path
 from fedloom.platform.settings import POSITIVE
-from fedloom.platform.spaces.slices import Region, Weights, part_of
+from fedloom.platform.spaces.slices import Region, Weights, part_of, widened
 
 DECAY = Interval(ge=0, lt=1)
 ServerLR = Annotated[float, POSITIVE, "the server's learning rate"]
@@ -41,8 +41,8 @@ class ServerStep:
 
     Attributes:
         name: the parameter's name in the shared weights.
-        old: the values before the round; read-only.
-        mean: the clients' weighted mean; read-only.
+        old: the values before the round, in float32 instead of a type of 16 bits; read-only.
+        mean: the clients' weighted mean, likewise; read-only.
         contributors: the number of clients whose updates cover the region.
         about: the round.
         factor: the weighted mean of the factors of these updates, 1 unless the local rule sets them.
@@ -178,7 +178,7 @@ def serve(
         name = f"{slot}/{parameter}"
         if after.get(name) is state.get(name):
             before = state.get(name)
-            after[name] = torch.full_like(old[parameter], first) if before is None else before.clone()
+            after[name] = torch.full_like(widened(old[parameter]), first) if before is None else before.clone()
         return part_of(after[name], region)
 
     for name, covered in averaged.coverage.items():
@@ -187,7 +187,7 @@ def serve(
         rule_name, rule = rules[name]
         result = old[name].clone()
         for region, coverage in covered.items():
-            mean, before = part_of(averaged.weights[name], region), part_of(old[name], region)
+            mean, before = (widened(part_of(each[name], region)) for each in (averaged.weights, old))
             state_of = partial(part_of_state, name, region)
             values = rule(ServerStep(name, before, mean, coverage.contributors, about, state_of, coverage.factor))
             part_of(result, region).copy_(checked_values(values, before, name, "server rule", rule_name))

@@ -105,12 +105,17 @@ def bytes_of(tensors: Weights) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """The floats in a type in which they can be added up: float32 instead of one of 16 bits, else as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 @torch.no_grad()
 def first_not_finite(tensors: Weights) -> str | None:
     """The name of the first floating-point tensor with a NaN or infinite value, None if all are finite."""
     # One reduction per tensor and one device synchronisation in all: a sum is finite only if all of its entries are. A
     # sum of finite entries that overflows also means that training diverged.
-    sums = {name: tensor.sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    sums = {name: widened(tensor).sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
     if not sums:
         return None
     totals = list(sums.values())

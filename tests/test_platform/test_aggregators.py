@@ -74,6 +74,17 @@ def test_the_mean_of_single_updates_is_that_of_their_sums(
     assert found.weights["n"] == expected.weights["n"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["mean", "median", "multi_krum", "norm_bound"])
+def test_rules_compute_in_float32_at_least(name: str, dtype: torch.dtype) -> None:
+    rule = ComponentSpec(name, (("bound", 1e9),) if name == "norm_bound" else ())
+    values = torch.tensor([3.0, 3.0, 3.0, 3.0, 3.0078125]).to(dtype)  # an ulp of float16 more
+    updates = [Update({"w": value[None]}, {"w": Slice("w")}, {"w": 1000.0}) for value in values]
+    new = kept(updates, rule).finish({"w": torch.zeros(1, dtype=dtype)}).weights["w"]
+    assert new.dtype == dtype
+    assert new.item() == pytest.approx(3.0, abs=0.002)
+
+
 def test_chunks_are_joined_in_plan_order_and_an_update_is_a_copy() -> None:
     update = sent([1.0])
     first, second = kept([update], MEDIAN), kept([sent([2.0])], MEDIAN)

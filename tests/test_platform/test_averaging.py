@@ -271,6 +271,19 @@ def test_types_are_kept(dtype: torch.dtype) -> None:
     assert average({"w": torch.zeros(2, dtype=dtype)}, updates)["w"].dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_summed_in_float32(dtype: torch.dtype) -> None:
+    values = torch.randn(100, 50, generator=torch_stream(4, "test")).to(dtype)
+    old = {"w": torch.zeros(50, dtype=dtype)}
+    mean = average(old, [piece(value, None, 1000.0) for value in values])["w"]
+    assert torch.equal(mean, values.double().mean(dim=0).to(dtype))
+    sums = [WeightedSums(), WeightedSums()]
+    for index, value in enumerate(values):
+        sums[index // 50].add(piece(value, None, 1000.0))
+    sums[0].merge(sums[1])
+    torch.testing.assert_close(sums[0].finish(old).weights["w"], mean)
+
+
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -336,3 +349,4 @@ def test_the_first_tensor_that_is_not_finite_is_named() -> None:
     assert first_not_finite({**fine, **broken}) == "c"
     great = torch.full((1,), 3e38)
     assert first_not_finite({"a": great, "b": great}) is None, "only their sum overflows"
+    assert first_not_finite({"a": torch.full((2,), 6e4, dtype=torch.float16)}) is None

@@ -80,6 +80,17 @@ def test_fedavgm_by_hand() -> None:
     assert fedavgm.slot("momentum") == near(1.9, 0.2)
 
 
+def test_the_state_of_a_parameter_of_half_precision_is_float32() -> None:
+    run = server("fedadam", server_lr=1e-9)
+    run.weights = {W: torch.zeros(2, dtype=torch.float16)}
+    for _ in range(2):
+        sums = WeightedSums()
+        sums.add(Update({W: torch.full((2,), 2**-10, dtype=torch.float16)}, {W: Slice(W)}, {W: 1.0}))
+        run.served(sums.finish(run.weights))
+    assert run.weights[W].dtype == torch.float16
+    assert run.slot("variance") == pytest.approx([0.99**2 * 1e-6 + 0.0199 * 2**-20] * 2, rel=1e-5)
+
+
 def test_the_first_step_of_server_momentum_at_its_defaults_is_the_mean() -> None:
     assert server("fedavgm").after([2.0, 0.0]) == [2.0, 0.0]
 
