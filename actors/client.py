@@ -191,6 +191,8 @@ RemoteClient: Any = ray.remote(concurrency_groups={WATCH: 1, ADD: 1})(ClientActo
 # -- tensors between processes ----------------------------------------------------------------------------------------
 
 Arrays = Mapping[str, np.ndarray]
+BFLOAT16 = np.dtype("V2")
+"""The type of arrays of bfloat16, which NumPy lacks: two bytes without a meaning."""
 PackedSum = tuple[Region, np.ndarray, dict[Region, Coverage]]
 
 
@@ -201,12 +203,22 @@ def accept_shared_memory() -> None:
 
 def to_arrays(tensors: Weights) -> dict[str, np.ndarray]:
     """Tensors in main memory as arrays, without a copy."""
-    return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
+    return {name: _array_of(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     """Arrays as tensors without a copy; the tensors must not be written to."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: _tensor_of(array) for name, array in arrays.items()}
+
+
+def _array_of(tensor: Tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy().view(BFLOAT16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def _tensor_of(array: np.ndarray) -> Tensor:
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 @dataclass(frozen=True)

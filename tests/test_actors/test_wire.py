@@ -70,6 +70,13 @@ def test_tensors_and_arrays_share_their_memory() -> None:
     assert (again["n"].dtype, again["n"].item()) == (torch.int64, 7)
 
 
+def test_bfloat16_travels_although_numpy_lacks_it() -> None:
+    tensors = {"w": torch.randn(2, 3).bfloat16(), "scalar": torch.tensor(2.5, dtype=torch.bfloat16)}
+    again = to_tensors(to_arrays(tensors))
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(again[name], tensor, rtol=0, atol=0)
+
+
 @pytest.mark.ray
 def test_large_arrays_arrive_from_the_object_store_without_a_copy(ray_cluster: None) -> None:
     import ray
