@@ -98,13 +98,19 @@ class WithConstants(SearchSpace):
         """The network's outputs for a batch of the data, with gradients.
 
         Raises PluginError, with the line of the user's code, for a network that fails (naming the layer and its
-        inputs), has nothing to train, or returns logits that are not (B, classes) for labels (B,), or (B, classes, T)
-        for labels (B, T).
+        inputs), has nothing to train or a complex tensor, or returns logits that are not (B, classes) for labels (B,),
+        or (B, classes, T) for labels (B, T).
         """
         self.batch, module = x, self.build_subnet(tuple(count - 1 for count in self.options))
         module.load_state_dict(self.initial_weights(torch.Generator().manual_seed(0)), strict=False)
         if not self.parameter_names:
             raise PluginError(f"{self._blame()} has no parameter that needs a gradient: there is nothing to train")
+        of_complex = next((name for name, tensor in travelling(module).items() if tensor.is_complex()), None)
+        if of_complex is not None:
+            raise PluginError(
+                f"{self._blame()}: its {of_complex} is complex, and only real numbers are averaged: hold its real and "
+                "imaginary parts, as torch.view_as_real gives them"
+            )
         entered = _followed(module.train())
         try:
             with torch.random.fork_rng(devices=[]):

@@ -166,6 +166,15 @@ def still():
     return nn.Linear(8, 10).requires_grad_(False)
 
 
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(8, 5, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x.squeeze(1)) * self.filter, n=10).sum(dim=1)
+
+
 def lazy():
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
 
@@ -559,6 +568,10 @@ def test_several_tensors_are_stored_and_read_as_what_networks_take(config_of: Ma
         ("thirteen", r"\(line \d+ of my_net.py\) gives \(4, 13\) for labels \(4,\) of 10 classes: expected \(4, 10\)"),
         ("still", "has no parameter that needs a gradient: there is nothing to train"),
         ("stops", "its outputs depend on no parameter that needs a gradient"),
+        (
+            "Spectrum",
+            r"\(line \d+ of my_net.py\): its filter is complex, and only real numbers are averaged: hold its re",
+        ),
         ("lazy", "1.weight has no shape yet: give sizes to its lazy layers"),
         ("number", "gives an int: give a torch.nn.Module"),
         ("NETWORK", "is a Linear: name a function that builds it"),
