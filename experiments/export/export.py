@@ -126,13 +126,17 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
                     raise ValueError(
                         f"run {paths.run_id}: samples of texts have many labels each; compare over clients"
                     )
-                predicted = torch.cat([logits_of(module(x_B)).argmax(dim=1) for x_B, _ in batches_of(data)])
-                y = data.labels
+                logits, y = torch.cat([logits_of(module(x_B)) for x_B, _ in batches_of(data)]), data.labels
+                classes = len(worker.class_names(chosen.architecture))
+                if logits.shape[1:] != (classes,):
+                    raise ValueError(
+                        f"run {paths.run_id}: its outputs are no logits of {classes} classes; compare over clients"
+                    )
             model = chosen.models[0] if len(chosen.models) == 1 else name
             # A family has several models of one name, one per subnet.
             subnet = architecture_id(chosen.architecture) if model == ALONE else ""
             key = (model, chosen.tier or "server", subnet)
-            correct[key] = ((predicted == y).numpy(), content_hash(y.numpy().tobytes()))
+            correct[key] = ((logits.argmax(dim=1) == y).numpy(), content_hash(y.numpy().tobytes()))
     return correct
 
 

@@ -179,7 +179,8 @@ class Agreement:
         difference = float((output - expected).abs().max()) if output.shape == expected.shape else math.nan
         self.max_abs_difference = difference if math.isnan(difference) else max(self.max_abs_difference, difference)
         self.largest_output = max(self.largest_output, float(expected.abs().max()))
-        self.argmax_changed += int(((output.argmax(dim=1) != expected.argmax(dim=1)) & counts).sum())
+        if expected.dim() > 1:  # a single number per sample predicts no class
+            self.argmax_changed += int(((output.argmax(dim=1) != expected.argmax(dim=1)) & counts).sum())
         self.targets += int(counts.sum())
         self.samples += len(expected)
 

@@ -179,16 +179,19 @@ Forward = Callable[[Any], Any]
 
 
 class Predictions:
-    """A forward pass that records the class it predicts for each sample; predictions per position are not recorded."""
+    """A forward pass that records the class it predicts for each sample.
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
+    Predictions per position are not recorded, nor outputs that are no logits of the `num_classes` classes.
+    """
+
+    def __init__(self, forward: Forward, num_classes: int) -> None:
+        self.forward, self.num_classes = forward, num_classes
         self.classes: list[Tensor] = []
 
     def __call__(self, x_B: Tree) -> Outputs:
         outputs = self.forward(x_B)
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
-        if isinstance(logits, Tensor) and logits.dim() == 2:
+        if isinstance(logits, Tensor) and logits.shape[1:] == (self.num_classes,):
             self.classes.append(logits.argmax(dim=1))
         return outputs
 

@@ -295,7 +295,7 @@ class ScoreSubnet:
         name = architecture_id(architecture)
         with worker.randomness(self.subnet.on(worker).module, _randomness_of(worker, assignment)):
             module = scored_subnet(worker, self.subnet, weights)
-            forward = Predictions(module) if self.details else module
+            forward = Predictions(module, len(worker.class_names(architecture))) if self.details else module
             score = evaluate(forward, data, worker.objective)
             measurements = measurements_of(self.model, name, self.split, score)
             if isinstance(forward, Predictions):

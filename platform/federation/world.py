@@ -31,7 +31,7 @@ from fedloom.platform.federation.tiers import (
     measure_costs,
     split_into_tiers,
 )
-from fedloom.platform.plugins import ComponentSpec
+from fedloom.platform.plugins import ComponentSpec, is_import_path
 from fedloom.platform.seeding import stream
 from fedloom.platform.settings import component_specs
 from fedloom.platform.spaces.base import SearchSpace
@@ -193,7 +193,7 @@ def build_world(config: RunConfig, costs: RunCosts | None = None, check: Check =
             f"choose a space that fits, or {advice}"
         )
     augment = coloured(augment, dataset.colours)
-    outputs = space.tried(*samples)
+    outputs = space.tried(samples[0], None if is_import_path(objective.name) else samples[1])
     dataset = skewed_dataset(config.data, dataset, config.seed_for("partition"))
     partition_path = prepare_partition(config.data, dataset, config.seed_for("partition"))
     costs = costs or measure_costs(config.tiers, space)

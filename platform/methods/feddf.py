@@ -229,6 +229,8 @@ def _logits(network: Network, x_B: Tree) -> Tensor:
     outputs = network.forward(x_B)
     if not isinstance(outputs, Tensor):
         raise TaskError(f"feddf distils logits, and the network gives {type(outputs).__name__}")
+    if outputs.dim() < 2 or outputs.shape[1] < 2:  # their softmax would be 1, whatever the network has learned
+        raise TaskError(f"feddf distils a logit per class, and the network gives {tuple(outputs.shape)} for a batch")
     return outputs
 
 

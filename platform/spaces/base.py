@@ -205,7 +205,10 @@ class SearchSpace(Protocol):
         return self, config
 
     def tried(self, x: Any, y: Any) -> Any:
-        """Outputs for a batch of the data, to try the objective on; None if arbitrary logits will do."""
+        """Outputs for a batch of the data, to try the objective on; None if arbitrary logits will do.
+
+        `y` is None for an objective of the user's own, which may take outputs of any shape.
+        """
         del x, y
         return None
 

@@ -94,8 +94,8 @@ class WithConstants(SearchSpace):
         constants = _constants(self._template).values()
         return {id(t): nn.Parameter(t.detach().to(device), requires_grad=False) for t in constants}
 
-    def tried(self, x: Tree, y: Tree) -> Any:
-        """The network's outputs for a batch of the data, with gradients.
+    def tried(self, x: Tree, y: Tree | None) -> Any:
+        """The network's outputs for a batch of the data, with gradients; `y` is None if they may have any shape.
 
         Raises PluginError, with the line of the user's code, for a network that fails (naming the layer and its
         inputs), has nothing to train or a complex tensor, or returns logits that are not (B, classes) for labels (B,),
@@ -127,8 +127,8 @@ class WithConstants(SearchSpace):
                     f"{self._blame()} gives {tuple(logits.shape)} for labels {tuple(y.shape)} of "
                     f"{self.config.num_classes} classes: expected {expected}"
                 )
-            if not logits.requires_grad:
-                raise PluginError(f"{self._blame()}: its outputs depend on no parameter that needs a gradient")
+        if isinstance(logits, Tensor) and not logits.requires_grad:
+            raise PluginError(f"{self._blame()}: its outputs depend on no parameter that needs a gradient")
         return outputs
 
     def _outputs(self, module: nn.Module, x: Tree) -> Any:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.platform.clients.assignments import Assignment
+from fedloom.platform.clients.assignments import Assignment, TaskError
+from fedloom.platform.clients.networks import Network
 from fedloom.platform.clients.objectives import divergence
 from fedloom.platform.clients.training import batch_indices
 from fedloom.platform.clients.worker import Worker
@@ -20,7 +22,7 @@ from fedloom.platform.federation.training_config import PrivacyConfig, TrainingC
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods import fedavg
 from fedloom.platform.methods.fedavg import FedAvgConfig
-from fedloom.platform.methods.feddf import Distill, DistillationConfig, FedDFConfig
+from fedloom.platform.methods.feddf import Distill, DistillationConfig, FedDFConfig, _logits
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -151,6 +153,11 @@ def test_students_approach_the_ensemble_of_teachers_of_other_kinds(kinds_config:
     assert update is not None
     for kind in drawn:
         assert distance(update.tensors, kind) < 0.2 * distance(weights, kind)
+
+
+def test_a_single_logit_is_not_distilled() -> None:
+    with pytest.raises(TaskError, match=r"feddf distils a logit per class, and the network gives \(4, 1\) for a batch"):
+        _logits(cast(Network, SimpleNamespace(forward=lambda x: x)), torch.zeros(4, 1))
 
 
 def test_what_it_cannot_do_is_refused_in_one_line(kinds_config: Make, refused: Callable[[RunConfig], str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fedloom.experiments.export.export import correct_by_sample
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
@@ -275,6 +276,26 @@ class Weighted(Objective):
         return (targets["weight"] * self.losses(outputs, targets)).mean()
 
 
+def one_logit(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
+
+
+class Odd(Objective):
+    """Whether a digit is odd, by binary cross entropy of the only logit."""
+
+    def losses(self, outputs, targets):
+        return nn.functional.binary_cross_entropy_with_logits(outputs[:, 0], targets % 2.0, reduction="none")
+
+    def loss(self, outputs, targets):
+        return self.losses(outputs, targets).mean()
+
+    def loss_sum(self, outputs, targets):
+        return self.losses(outputs, targets).sum()
+
+    def metric_sum(self, outputs, targets):
+        return ((outputs[:, 0] > 0) == (targets % 2 == 1)).sum()
+
+
 class Squares(Objective):
     def targets(self, outputs, targets):
         return outputs["value"], targets["value"]
@@ -522,6 +543,18 @@ def test_labels_may_be_anything_that_an_objective_takes(config_of: Make, tmp_pat
     config.data.train_samples = config.data.test_samples = None
     clients = results_of(config)["clients"].query("stage == 'fedavg'")
     assert clients["loss"].iloc[-1] < 0.5 * clients["loss"].iloc[0]
+
+
+def test_an_objective_of_ones_own_may_take_one_logit(config_of: Make, tmp_path: Path, results_of: Any) -> None:
+    config = config_of(tmp_path, "one_logit")
+    with pytest.raises(PluginError, match=r"gives \(4, 1\) for labels \(4,\) of 10 classes: expected \(4, 10\)"):
+        build_world(config)
+    config.objective.name = "my_net:Odd"
+    results = results_of(config)
+    assert set(results["clients"]["status"]) == {"ok"}
+    assert "confusion" not in set(results["evaluations"]["metric"]), "one logit predicts no class"
+    with pytest.raises(ValueError, match="its outputs are no logits of 10 classes; compare over clients"):
+        correct_by_sample(results.paths)
 
 
 def test_labels_by_name_go_with_any_network_and_an_objective_that_takes_them(

@@ -39,6 +39,13 @@ def test_the_score_is_that_of_the_objective_and_files_agree_at_all_positions() -
     assert compared.agreements["same"] == Agreement(0.0, 1.0, 0, 4, 2)
 
 
+def test_a_number_per_sample_predicts_no_class() -> None:
+    values, y = torch.tensor([1.0, -2.0]), torch.tensor([1, 0])
+    agreement = Agreement()
+    agreement.add(values, values + 0.5, y != -100)
+    assert agreement == Agreement(0.5, 2.0, 0, 2, 2)
+
+
 def test_a_difference_that_is_no_number_is_not_forgotten() -> None:
     x, y = torch.ones(300, 2), torch.zeros(300, dtype=torch.int64)
     calls: Iterator[float] = iter([float("nan"), 0.0])
