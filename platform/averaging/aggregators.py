@@ -191,7 +191,11 @@ def aggregated(
 
 def _checked(rule_name: str, cell: Cell, new: object) -> Tensor:
     shape = tuple(cell.old.shape)
-    if not isinstance(new, Tensor) or tuple(new.shape) != shape or not bool(torch.isfinite(new).all()):
+    if (
+        not isinstance(new, Tensor)
+        or tuple(new.shape) != shape
+        or not bool((torch.isfinite(new) | (new == cell.old)).all())  # a mask for attention has infinite values
+    ):
         what = f"a tensor of shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
         raise PluginError(f"aggregator {rule_name!r} gives {what} for {cell.name}: give finite values of shape {shape}")
     return new
@@ -246,7 +250,8 @@ class Comparison:
         sizes_nn, norms_n = torch.zeros_like(squares_nn), torch.zeros(self._num_updates, dtype=torch.float64)
         for name, pieces in self._pieces_by_name.items():
             old = self._old[name]
-            for region, held in _cells_with_pieces(pieces) if old.is_floating_point() else ():
+            measured = old.is_floating_point() and bool(torch.isfinite(old).all())  # no counters, and no masks
+            for region, held in _cells_with_pieces(pieces) if measured else ():
                 places = torch.tensor([piece.update_index for piece in held])
                 gram_nn = _gram([part_in(p.values, p.region, region) for p in held], part_of(old, region))
                 lengths_n = gram_nn.diagonal()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedloom.platform.averaging.aggregators import Cell, mean
 from fedloom.platform.settings import POSITIVE
+from fedloom.platform.spaces.slices import difference
 
 
 def norm_bound(cell: Cell, *, bound: Annotated[float, POSITIVE, "norm_bound: the largest norm of a change"]) -> Tensor:
@@ -23,4 +24,4 @@ def norm_bound(cell: Cell, *, bound: Annotated[float, POSITIVE, "norm_bound: the
     if bool((factors_n == 1).all()):
         return mean(cell)
     shares_n = cell.weights_n / cell.weights_n.sum() * factors_n.to(cell.weights_n.dtype)
-    return cell.old + torch.einsum("n,n...->...", shares_n, cell.values_n - cell.old)
+    return cell.old + torch.einsum("n,n...->...", shares_n, difference(cell.values_n, cell.old))

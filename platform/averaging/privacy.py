@@ -36,7 +36,7 @@ from torch import Tensor
 from fedloom.platform.averaging.average import Averaged, Coverage, Covered, Update
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext
 from fedloom.platform.seeding import torch_stream
-from fedloom.platform.spaces.slices import SliceMap, Weights, part_of, whole_region, widened
+from fedloom.platform.spaces.slices import SliceMap, Weights, difference, part_of, whole_region, widened
 
 SPENT = "privacy"
 """The key of the JSON value that records the privacy that all stages have spent so far."""
@@ -100,13 +100,13 @@ def clip_changes(tensors: Weights, received: Weights, most: float) -> float:
     Changes within the limit keep their bits.
     """
     names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
-    squares = [(tensors[name] - received[name]).double().square().sum() for name in names]
+    squares = [difference(tensors[name], received[name]).double().square().sum() for name in names]
     norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
     if norm > most:
         for name in names:
             old = received[name]
             # Slightly below the limit, so that rounding does not exceed it.
-            tensors[name].copy_(old + (tensors[name] - old) * (most / norm * (1 - 1e-6)))
+            tensors[name].copy_(old + difference(tensors[name], old) * (most / norm * (1 - 1e-6)))
     return norm
 
 
@@ -165,7 +165,7 @@ def _with_fixed_denominators(averaged: Averaged, name: str, old: Tensor, divisor
     for region, coverage in averaged.coverage.get(name, {}).items():
         before, mean = part_of(old, region), part_of(averaged.weights[name], region)
         divisor = part_of(divisors, region).to(old.device).clamp(min=1e-12)
-        scaled = before + (mean - before) * (coverage.weight / divisor)
+        scaled = before + difference(mean, before) * (coverage.weight / divisor)
         part_of(result, region).copy_(torch.where(divisor == coverage.weight, mean, scaled))
     return result
 

@@ -33,7 +33,7 @@ from fedloom.platform.averaging.average import MASKED, TensorSum, Update, Weight
 from fedloom.platform.averaging.processors import Message, Processor, ServerContext, Traffic
 from fedloom.platform.data.on_device import moved
 from fedloom.platform.seeding import stream
-from fedloom.platform.spaces.slices import Region, Slice, Weights, part_in, part_of
+from fedloom.platform.spaces.slices import Region, Slice, Weights, difference, part_in, part_of
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class SecureRound(Processor):
             if not tensor.is_floating_point():
                 continue
             region = piece.region_of(tensor)
-            fixed = self._fixed((tensor.detach() - before[name]).double() * weight, name)
+            fixed = self._fixed(difference(tensor.detach(), before[name]).double() * weight, name)
             fixed += _noise(fixed.shape, _generator(self._at(self._secret("own", client), piece.source)))
             holders = torch.ones(fixed.shape, dtype=MASKED)
             for other, sign, common in self._pairs(client, piece.source, region):

@@ -130,6 +130,8 @@ def arrived(
         before = old[piece.source] if piece.region is None else part_of(old[piece.source], piece.region)
         start = received[piece.source] if piece.region is None else part_of(received[piece.source], piece.region)
         fresh = not staleness and torch.equal(start, before)  # not so where clients receive compressed weights
+        if piece.source not in parameters and torch.equal(tensor, before):
+            continue  # a constant, such as a mask of infinite values, which cannot be mixed
         if fresh or piece.source not in parameters:
             start = before
         values = counted(Arrival(piece.source, tensor, start, before, staleness))

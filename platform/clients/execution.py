@@ -290,11 +290,11 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     # Before the update is added: a client whose state cannot be kept has failed as a whole.
     state = None if ignored or result.state is None else own_copy(result.state)
     if result.update is not None and not ignored:
-        broken = first_not_finite(result.update.tensors)
-        if broken is not None:
-            raise TaskError(f"the update is not finite (first in {broken}): it was left out of the average")
         if assignment.client_id is not None:  # the server's own work may make tensors that clients do not share
             check_belongs(result.update, weights.tensors)
+        broken = first_not_finite(result.update.tensors, partial(_received, result.update, weights.tensors))
+        if broken is not None:
+            raise TaskError(f"the update is not finite (first in {broken}): it was left out of the average")
         sums.add(result.update)
     peak = peak_memory_bytes(worker.device) if result.peak_memory_bytes is None else result.peak_memory_bytes
     done = replace(
@@ -315,6 +315,12 @@ def _attempt(worker: Worker, assignment: Assignment, weights: SharedWeights, sum
     # An update that arrives after the deadline is ignored, and so are scores and state.
     error = f"simulated time {simulated_s:.6g} s is over the deadline of {assignment.deadline_s} s"
     return replace(done, status="timed_out", error=error, bytes_up=0, measurements=())
+
+
+def _received(update: Update, shared: Weights, name: str) -> torch.Tensor | None:
+    """The shared values that a tensor of an update is for, None if there are none."""
+    piece = update.slices[name]
+    return piece.of(shared[piece.source]) if piece.source in shared else None
 
 
 def check_belongs(update: Update, shared: Weights) -> None:

@@ -249,7 +249,8 @@ class TrainedNetwork:
 
     def checked(self) -> TrainedNetwork:
         """Returns itself; raises TaskError for tensors that are not finite (possible after a finite last loss)."""
-        broken = first_not_finite(self.tensors)
+        slices, weights = self.network.slices, self.client.weights
+        broken = first_not_finite(self.tensors, lambda name: slices[name].of(weights[slices[name].source]))
         if broken is not None:
             raise TaskError(f"the trained network is not finite (first in {broken})")
         return self

@@ -145,7 +145,7 @@ class TrainAPFL:
             return MixtureSteps(sgd, Optimizer(self.local.plain, parameters), alpha)
 
         trained = train_network(worker, assignment, both, weights, data, self.local, steps).copied()
-        broken = first_not_finite(personal)
+        broken = first_not_finite(personal, first.get)
         if broken is not None:
             raise TaskError(f"the personal model is not finite (first in {broken})")
         outcome = trained_outcome(trained, samples, update_of(trained, samples, self.rules.weighting))

@@ -110,9 +110,17 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def difference(new: Tensor, old: Tensor) -> Tensor:
+    """new - old, and 0 where both are the same infinite value, as in a mask for attention."""
+    return torch.where(new == old, 0.0, new - old)
+
+
 @torch.no_grad()
-def first_not_finite(tensors: Weights) -> str | None:
-    """The name of the first floating-point tensor with a NaN or infinite value, None if all are finite."""
+def first_not_finite(tensors: Weights, received: Callable[[str], Tensor | None] = lambda _: None) -> str | None:
+    """The name of the first floating-point tensor with a NaN or infinite value, None if there is none.
+
+    Infinite values that a tensor was `received` with, as a mask for attention is, do not count while they stay.
+    """
     # One reduction per tensor and one device synchronisation in all: a sum is finite only if all of its entries are. A
     # sum of finite entries that overflows also means that training diverged.
     sums = {name: widened(tensor).sum() for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -121,10 +129,16 @@ def first_not_finite(tensors: Weights) -> str | None:
     totals = list(sums.values())
     if len({each.dtype for each in totals}) > 1:
         totals = [each.double() for each in totals]
-    if math.isfinite(torch.stack(totals).sum().item()):
-        return None
-    # The sum over all tensors may overflow while each tensor's own is finite.
-    return next((name for name, each in sums.items() if not math.isfinite(each.item())), None)
+    for name, total in zip(sums, torch.stack(totals).tolist(), strict=True):
+        if not math.isfinite(total) and _differs_infinitely(tensors[name], received(name)):
+            return name
+    return None
+
+
+def _differs_infinitely(tensor: Tensor, received: Tensor | None) -> bool:
+    if received is not None:
+        tensor = torch.where(tensor == received.to(tensor.device), 0.0, tensor)
+    return not math.isfinite(widened(tensor).sum().item())
 
 
 def architecture_id(architecture: Architecture) -> str:

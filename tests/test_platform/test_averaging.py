@@ -349,4 +349,9 @@ def test_the_first_tensor_that_is_not_finite_is_named() -> None:
     assert first_not_finite({**fine, **broken}) == "c"
     great = torch.full((1,), 3e38)
     assert first_not_finite({"a": great, "b": great}) is None, "only their sum overflows"
+    mask = torch.tensor([0.0, -math.inf])
+    assert first_not_finite({"a": mask}, lambda _: mask.clone()) is None
+    for received in (None, torch.zeros(2), torch.tensor([0.0, math.inf])):
+        assert first_not_finite({"a": mask}, lambda _, received=received: received) == "a"
+    assert first_not_finite(broken, broken.get) == "d", "NaN equals nothing"
     assert first_not_finite({"a": torch.full((2,), 6e4, dtype=torch.float16)}) is None

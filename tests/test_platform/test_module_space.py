@@ -21,7 +21,7 @@ from fedloom.platform.clients.worker import Worker
 from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig, TiersConfig
 from fedloom.platform.federation.loop import InterruptedRunError
-from fedloom.platform.federation.training_config import TrainingConfig
+from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.registry import build_stages
@@ -174,6 +174,19 @@ class Spectrum(nn.Module):
 
     def forward(self, x):
         return torch.fft.irfft(torch.fft.rfft(x.squeeze(1)) * self.filter, n=10).sum(dim=1)
+
+
+class Causal(nn.Module):
+    """Attention over the rows of an image, of which each sees those above it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(8))
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(64, 10)
+
+    def forward(self, x):
+        rows = x.squeeze(1)
+        return self.head(self.attention(rows, rows, rows, attn_mask=self.mask)[0].flatten(1))
 
 
 def lazy():
@@ -424,6 +437,28 @@ def test_a_network_trains_in_one_mode_whatever_mode_it_was_built_in(config_of: M
     worker = Worker(build_world(config_of(tmp_path, "resting")).spec)
     for module in (worker.subnet((0,)), worker.supernet):
         assert {part.training for part in module.modules()} == {True}
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"privacy": PrivacyConfig(clip=0.01), "weighting": "plain"},
+        {"privacy": PrivacyConfig(secure=True)},
+        {"asynchronous": "fedasync", "arrivals": 1},
+        *({"aggregator": name} for name in ("median", "multi_krum")),
+        {"aggregator": "norm_bound", "options": {"bound": 0.01}},
+    ],
+    ids=str,
+)
+def test_a_buffer_of_infinite_values_is_no_sign_of_divergence(
+    config_of: Make, tmp_path: Path, results_of: Any, train: dict[str, Any]
+) -> None:
+    results = results_of(config_of(tmp_path, "Causal", train=train))
+    assert set(results["clients"]["status"]) == {"ok"}
+    weights = load_model(results.paths, "fedavg")[0]
+    assert torch.equal(weights["mask"], nn.Transformer.generate_square_subsequent_mask(8))
+    assert not torch.equal(weights["head.weight"], own("Causal")[1]["head.weight"])
 
 
 def test_the_steps_of_a_network_that_depend_on_values_are_counted_by_running_it() -> None:

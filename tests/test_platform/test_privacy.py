@@ -135,6 +135,14 @@ def test_clipping_is_joint_over_all_tensors_and_keeps_what_is_within() -> None:
     assert kept["a"].tolist() == torch.tensor([0.3, 0.1]).tolist()
 
 
+def test_a_mask_of_infinite_values_does_not_switch_clipping_off() -> None:
+    mask = torch.tensor([0.0, -math.inf])
+    tensors = {"a": torch.tensor([3.0, 4.0]), "mask": mask.clone()}
+    assert clip_changes(tensors, {"a": torch.zeros(2), "mask": mask}, 1.0) == 5.0
+    assert tensors["a"].tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+    assert torch.equal(tensors["mask"], mask)
+
+
 def test_noise_is_in_every_expected_scalar_and_larger_where_fewer_are_expected() -> None:
     old = {"w": torch.zeros(3, 20_000)}
     expected = {"w": torch.tensor([[4.0], [1.0], [0.25]]).expand(3, 20_000)}
