@@ -82,18 +82,18 @@ class Objective:
 
 
 class LastPosition(Objective):
-    """Only a text's last position counts, as in LEAF's next-character task (Caldas et al. 2018)."""
+    """Only a text's last position with a target counts, as in LEAF's next-character task (Caldas et al. 2018)."""
 
     def targets(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if targets.dim() != 2:
             raise ValueError("objective.name=last_position needs texts, with one target per position")
-        last = (targets != IGNORED).sum(dim=1).clamp_min(1) - 1
+        last = ((targets != IGNORED) * torch.arange(targets.shape[1], device=targets.device)).amax(dim=1)
         rows = torch.arange(len(targets), device=targets.device)
         return logits_of(outputs)[rows, :, last], targets[rows, last]
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | int:
         del outputs
-        return len(targets)
+        return (targets != IGNORED).any(dim=1).sum()
 
 
 class LaterPositions(Objective):

@@ -1,4 +1,4 @@
-"""The objective of which only a text's later positions count."""
+"""The objectives of which only a text's later positions, or its last one, count."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.platform.clients.evaluation import evaluate
-from fedloom.platform.clients.objectives import IGNORED, LaterPositions, check_objective
+from fedloom.platform.clients.objectives import IGNORED, LastPosition, LaterPositions, check_objective
 from fedloom.platform.clients.training import Seen
 from fedloom.platform.plugins import ComponentSpec
 from fedloom.platform.seeding import torch_stream
@@ -42,6 +42,19 @@ def test_a_batch_of_padding_alone_has_a_loss_of_zero_and_no_gradient() -> None:
     assert loss.item() == 0
     assert outputs.grad is not None
     assert not outputs.grad.any()
+
+
+def test_the_last_position_is_the_last_one_with_a_target() -> None:
+    objective, (outputs, targets) = LastPosition(), batch()
+    targets[0, :3] = IGNORED
+    places = [(0, 5), (1, 3)]
+    by_hand = torch.stack([F.cross_entropy(outputs[n, :, t], targets[n, t]) for n, t in places])
+    torch.testing.assert_close(objective.losses(outputs, targets), by_hand)
+    without = torch.full_like(targets[:1], IGNORED)
+    outputs, targets = torch.cat([outputs, outputs[:1]]), torch.cat([targets, without])
+    assert torch.as_tensor(objective.counted(outputs, targets)).item() == 2
+    torch.testing.assert_close(objective.loss(outputs, targets), by_hand.mean())
+    torch.testing.assert_close(objective.loss_sum(outputs, targets), by_hand.sum())
 
 
 def test_the_score_on_texts_without_a_position_that_counts_is_unknown() -> None:
