@@ -1,5 +1,6 @@
 """Model files in safetensors, torch programs and ONNX: encoded, decoded, and compared with the run's own model."""
 
+import copy
 import importlib.util
 import io
 import math
@@ -97,12 +98,9 @@ def _called(function: Callable[..., Any], x: Tree) -> Any:
 
 def _safetensors(module: nn.Module) -> Encoded:
     content = to_bytes(module.state_dict())
-    stored = from_bytes(content, Path("model.safetensors"))
-
-    def forward(x: Tree) -> Tensor:
-        return logits_of(torch.func.functional_call(module, stored, (x,), strict=True))
-
-    return Encoded(content, forward)
+    loaded = copy.deepcopy(module)
+    loaded.load_state_dict(from_bytes(content, Path("model.safetensors")))
+    return Encoded(content, lambda x: logits_of(loaded(x)))
 
 
 def _program(module: nn.Module, inputs: tuple[Tensor, ...], by_name: dict[str, Tensor], shapes: Any) -> ExportedProgram:

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.experiments.cli import main
 from fedloom.experiments.export import export as exporting
@@ -67,6 +67,22 @@ def test_weights_with_the_channels_last_are_exported_without_a_warning() -> None
     x = torch.randn(2, 3, 8, 8)
     forward = encode(module, x, ["pt2"])["pt2"].forward
     torch.testing.assert_close(forward(x), module(x))
+
+
+def test_safetensors_hold_networks_with_shared_layers_and_buffers_that_are_not_stored() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.tied = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.tied.weight = self.layer.weight
+            self.twice = nn.Sequential(self.layer, self.tied, self.layer)
+            self.layer.register_buffer("shift", torch.arange(4.0), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.twice(x) + self.layer.shift
+
+    module, x = Shared().eval(), torch.randn(2, 4)
+    assert torch.equal(encode(module, x, ["safetensors"])["safetensors"].forward(x), module(x))
 
 
 def save_test_arrays(run: Any, path: Path) -> None:
