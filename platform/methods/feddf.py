@@ -29,7 +29,7 @@ from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.weighting import weighting_traits
 from fedloom.platform.clients.assignments import ClientResult, TaskError
 from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
-from fedloom.platform.clients.objectives import divergence
+from fedloom.platform.clients.objectives import divergence, logits_of
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, Optimizer, batch_indices
@@ -226,12 +226,10 @@ class Distill:
 
 
 def _logits(network: Network, x_B: Tree) -> Tensor:
-    outputs = network.forward(x_B)
-    if not isinstance(outputs, Tensor):
-        raise TaskError(f"feddf distils logits, and the network gives {type(outputs).__name__}")
-    if outputs.dim() < 2 or outputs.shape[1] < 2:  # their softmax would be 1, whatever the network has learned
-        raise TaskError(f"feddf distils a logit per class, and the network gives {tuple(outputs.shape)} for a batch")
-    return outputs
+    logits = logits_of(network.forward(x_B))
+    if logits.dim() < 2 or logits.shape[1] < 2:  # their softmax would be 1, whatever the network has learned
+        raise TaskError(f"feddf distils a logit per class, and the network gives {tuple(logits.shape)} for a batch")
+    return logits
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from fedloom.platform.methods.silos import (
     SiloTraining,
     SiloTrainingConfig,
     SubnetConfig,
+    check_classes,
     checked_silos,
     final_measurements,
     fresh_subnet,
@@ -225,10 +226,14 @@ def stages(config: FedProtoConfig, world: World) -> list[Stage]:
                 f"method.train.{name}={shown(getattr(train, name))}: fedproto's server averages prototypes, weighted "
                 f"by the samples of their class; use {allowed}"
             )
-    if not world.space.input_dtype.is_floating_point:
-        raise ValueError(f"method=fedproto classifies samples, and {world.config.data.dataset} is text")
+    check_classes(world)
     subnet = Subnet(world.architecture(config.architecture, "method.architecture"), stand_alone=True)
     classifier = classifier_of(on_meta(partial(world.space.build_subnet, subnet.architecture)))
+    if classifier.out_features < (classes := world.spec.space.num_classes):
+        raise ValueError(
+            "method=fedproto needs a last linear layer with an output per class, and this network's has "
+            f"{classifier.out_features} for {classes} classes"
+        )
     unknown = {f"{PROTOTYPE}{label}": (classifier.in_features,) for label in range(classifier.out_features)}
     fresh = fresh_subnet(world, subnet)
 

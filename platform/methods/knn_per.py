@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fedloom.platform.clients.assignments import Assignment, ClientResult, Measurement, client_of, places_of
 from fedloom.platform.clients.evaluation import Score
 from fedloom.platform.clients.networks import Network, Subnet
+from fedloom.platform.clients.objectives import logits_of
 from fedloom.platform.clients.scoring import GLOBAL, PERSONAL
 from fedloom.platform.clients.trainer import client_samples
 from fedloom.platform.clients.training import Samples
@@ -22,6 +23,7 @@ from fedloom.platform.federation.method import Method, Stage
 from fedloom.platform.federation.world import World
 from fedloom.platform.methods.silos import (
     SubnetConfig,
+    check_classes,
     check_validation,
     final_measurements,
     scored_outcome,
@@ -118,7 +120,7 @@ def features_and_logits(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
     features: list[Tensor] = []
     hook = layers[-1].register_forward_pre_hook(lambda _layer, inputs: features.append(inputs[0]))
     try:
-        logits = [network.forward(x_B) for x_B in torch.split(x, BATCH)]
+        logits = [logits_of(network.forward(x_B)) for x_B in torch.split(x, BATCH)]
     finally:
         hook.remove()
     return torch.cat(features), torch.cat(logits)
@@ -179,6 +181,7 @@ def stages(config: KnnPerConfig, world: World) -> list[Stage]:
     if len(world.space.input_shape) != 3:
         shape, data = world.space.input_shape, world.config.data.dataset
         raise ValueError(f"method=knn_per classifies images, and {data} has samples of {shape}")
+    check_classes(world)
     use_validation = config.train.use_validation
     if not use_validation:
         check_validation(world, "choose the mixing weight")

@@ -174,6 +174,16 @@ def check_validation(world: World, why: str) -> None:
         )
 
 
+def check_classes(world: World) -> None:
+    """Raises ValueError if samples have no class label, or one per position."""
+    dataset = world.data.dataset
+    if not dataset.has_labels or dataset.per_position:
+        raise ValueError(
+            f"method={world.config.method.name} classifies samples, and {world.config.data.dataset} has no class label "
+            "for each: use another method"
+        )
+
+
 # -- a silo's personal model ------------------------------------------------------------------------------------------
 
 

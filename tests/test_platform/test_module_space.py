@@ -24,6 +24,9 @@ from fedloom.platform.federation.loop import InterruptedRunError
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
+from fedloom.platform.methods.feddf import FedDFConfig
+from fedloom.platform.methods.fedproto import FedProtoConfig
+from fedloom.platform.methods.knn_per import KnnPerConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.superfednas import SuperFedNASConfig
 from fedloom.platform.plugins import PluginError
@@ -273,6 +276,31 @@ class Line(nn.Module):
 def values(config):
     x = np.random.default_rng(0).normal(size=(80, 3))
     return Arrays((x, {"value": x @ [1.0, -2.0, 0.5]}))
+
+
+class Several(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 8), nn.Linear(8, classes)
+
+    def forward(self, x):
+        hidden = self.layer(x.flatten(1))
+        return {"logits": self.head(hidden), "hidden": hidden, "value": hidden[:, 0]}
+
+
+def several(input_shape, num_classes):
+    return Several(num_classes)
+
+
+def one_score(input_shape, num_classes):
+    network = Several(num_classes)
+    network.score = nn.Linear(8, 1)
+    return network
+
+
+def brightness(config):
+    images = load_digits().images[:, None] / 16
+    return Arrays((images, {"value": images.mean(axis=(1, 2, 3))}))
 
 
 def weighted_digits(config):
@@ -606,6 +634,18 @@ def test_labels_by_name_go_with_any_network_and_an_objective_that_takes_them(
     assert results["evaluations"].query("split == 'test' and metric == 'accuracy'")["value"].notna().all()
 
 
+@pytest.mark.parametrize("method", [FedDFConfig, KnnPerConfig])
+def test_methods_that_read_logits_take_networks_with_several_outputs(
+    config_of: Make, tmp_path: Path, results_of: Any, method: Any
+) -> None:
+    config = config_of(tmp_path, "several")
+    config.method = method()
+    config.method.train.rounds, config.method.train.clients_per_round = 1, 3
+    results = results_of(config)
+    assert set(results["clients"]["status"]) == {"ok"}
+    assert results["evaluations"].query("split == 'test' and metric == 'accuracy'")["value"].notna().all()
+
+
 def test_several_tensors_are_stored_and_read_as_what_networks_take(config_of: Make, tmp_path: Path) -> None:
     config = config_of(tmp_path, "former")
     config.data.dataset, config.data.partition = "my_net:texts", "natural"
@@ -660,6 +700,23 @@ def test_what_others_have_is_refused(config_of: Make, tmp_path: Path) -> None:
         build_space(SpaceConfig("module"))
     config = replace(config_of(tmp_path, "lora"), method=SuperFedNASConfig())
     with pytest.raises(ValueError, match="superfednas cannot use space module, which has one architecture; use fedavg"):
+        build_stages(build_world(config))
+
+
+@pytest.mark.parametrize("method", [FedProtoConfig, KnnPerConfig])
+def test_data_without_class_labels_is_refused_by_methods_that_classify(
+    config_of: Make, tmp_path: Path, method: Any
+) -> None:
+    config = config_of(tmp_path, "several")
+    config.data.dataset, config.data.partition, config.objective.name = "my_net:brightness", "iid", "my_net:Squares"
+    config.method = method()
+    with pytest.raises(ValueError, match=rf"^method={config.method.name} classifies .* has no class label for each"):
+        build_stages(build_world(config))
+
+
+def test_fedproto_refuses_a_last_layer_without_an_output_for_each_class(config_of: Make, tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, "one_score"), method=FedProtoConfig())
+    with pytest.raises(ValueError, match=r"^method=fedproto needs .* this network's has 1 for 10 classes"):
         build_stages(build_world(config))
 
 
