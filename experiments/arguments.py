@@ -1,6 +1,7 @@
 """The command line: commands, arguments and help texts."""
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -81,7 +82,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 def _path(text: str) -> Path:
     if not text:  # pathlib takes it for the working directory
         raise argparse.ArgumentTypeError("'' is no path")
-    return Path(text)
+    return Path(os.path.expanduser(text))  # the shell leaves the ~ of --results=~/x
 
 
 def _path_or_url(text: str) -> str | Path:

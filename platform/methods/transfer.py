@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 from fedloom.platform.averaging.processors import Payload, Traffic, expected_traffic
@@ -29,6 +28,7 @@ from fedloom.platform.federation.training_config import TrainingConfig, check_tr
 from fedloom.platform.methods.evaluation import EvaluationConfig, EvaluationJob, EvaluationStage, everybody
 from fedloom.platform.results.checkpoint import list_models, load_model
 from fedloom.platform.results.paths import RunPaths, find_run
+from fedloom.platform.results.store import local_root
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.settings import NOT_EMPTY, ONE_OR_MORE
 from fedloom.platform.spaces.base import once, supernet_shapes
@@ -126,7 +126,7 @@ def _model_of(config: TransferConfig, world: World) -> tuple[RunPaths, str]:
     """The configured run, and the name of its model."""
     if config.start_from is None:
         raise ValueError("method.start_from: give the run whose model is to be transferred, by its id, name or tag")
-    paths = find_run(Path(world.config.results), config.start_from)
+    paths = find_run(local_root(world.config.results), config.start_from)
     known = list_models(paths)
     if not known:
         raise ValueError(f"method.start_from: run {paths.run_id} has no model yet, and may never have one")

@@ -53,13 +53,13 @@ def is_remote(results: str | Path) -> bool:
 
 
 def local_root(results: str | Path) -> Path:
-    """The local folder of results: the path itself, or for a URL a folder in the cache.
+    """The local folder of results: the path itself, with ~ as the home folder, or for a URL a folder in the cache.
 
     The cache is the environment's FEDLOOM_CACHE, then ~/.cache/fedloom. Does not use the network. Raises ValueError for
     a URL that contains a secret.
     """
     if not is_remote(results):
-        return Path(results)
+        return Path(os.path.expanduser(results))
     return machine_cache() / "results" / content_hash(_checked(str(results)).encode())[:12]
 
 

@@ -98,6 +98,11 @@ def test_options_may_stand_between_overrides() -> None:
         assert ending.value.code == CONFIGURATION
 
 
+def test_the_home_folder_is_found_where_the_shell_leaves_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse(build_parser(HANDLERS), ["report", "A", "--results=~/x"]).results == Path("/home/me/x")
+
+
 def test_a_path_is_neither_cut_nor_broken(capsys: pytest.CaptureFixture[str]) -> None:
     path = f"/{'results/' * 30}tier1.pt2"
     show_facts({"pt2": path, "test_accuracy": 0.5}, as_json=False)

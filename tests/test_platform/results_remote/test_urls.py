@@ -17,6 +17,8 @@ def test_a_path_is_its_own_and_a_url_has_a_folder_in_the_cache(monkeypatch: pyte
     monkeypatch.setenv("FEDLOOM_CACHE", "/cache")
     assert local_root("some/results") == Path("some/results")
     assert local_root(Path("/x")) == Path("/x")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert local_root("~/results") == Path("/home/me/results")
     assert not is_remote("some/results")
     assert not is_remote("/s3:/x")
     found = local_root("s3://bucket/path")
