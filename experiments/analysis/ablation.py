@@ -119,7 +119,9 @@ def by_setting(frame: pd.DataFrame, measure: str, axes: Sequence[str]) -> pd.Dat
 
     `frame` comes from `ablation_frame`; `measure` is one of `MEASURES`. Rows are in the order of the axes' values, then
     in the display order of models, tiers and subnets. A seed counts once, with its mean over the axes not in `axes`.
+    Raises ValueError for an unknown measure.
     """
+    check_measure(frame, measure)
     order = {tuple(model.values()): i for i, (model, _) in enumerate(by_model(frame))}
     rows = over_seeds(frame, measure, [*axes, *MODEL_KEY])
     shown = [order[key] for key in rows[MODEL_KEY].itertuples(index=False, name=None)]
@@ -129,7 +131,7 @@ def by_setting(frame: pd.DataFrame, measure: str, axes: Sequence[str]) -> pd.Dat
 def marginal(frame: pd.DataFrame, ablation: Ablation, axis: str, measure: str = METRIC) -> pd.DataFrame:
     """`by_setting` along one axis, with the other axes at their references (see `held`).
 
-    Raises ValueError for an unknown axis.
+    Raises ValueError for an unknown axis or measure.
     """
     _check_axis(ablation, axis)
     return by_setting(holding(frame, held(ablation, axis)), measure, [axis])
@@ -151,6 +153,12 @@ def differences(
     return over_seeds(pairs, measure, [axis, *by])
 
 
+def check_measure(frame: pd.DataFrame, measure: str) -> None:
+    """Raises ValueError for a measure that is no column of the frame."""
+    if measure not in frame.columns:
+        raise ValueError(f"there is no measure {measure!r} in the frame; its columns are {', '.join(frame.columns)}")
+
+
 def _check_axis(ablation: Ablation, axis: str) -> None:
     if axis not in ablation.axes:
         raise ValueError(f"{ablation.ablation_id} has no axis {axis!r}; its axes are {', '.join(ablation.axes)}")
@@ -166,6 +174,7 @@ def against_reference(frame: pd.DataFrame, ablation: Ablation, axis: str, measur
     for the number of rows). A random search has no such pairs and therefore no rows.
     """
     _check_axis(ablation, axis)
+    check_measure(frame, measure)
     reference = references(ablation)[axis]
     others = [name for name in ablation.axes if name != axis]
     known = frame.dropna(subset=[measure, "model"])

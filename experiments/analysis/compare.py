@@ -380,8 +380,8 @@ def unit_values(tables: Tables, metric: str, over: str, each: str) -> pd.DataFra
     or of the test set's labels, equal if the units are the same), and the metric. `each="run"` keeps only the final
     models, named "final". Over clients, each client is measured with its own tier's model, and the tier is "all". Over
     samples, accuracy is 1 or 0, computed with the models that the runs kept.
-    Raises ValueError for metrics other than accuracy and (over clients) loss, and for models whose samples have several
-    labels.
+    Raises ValueError for metrics other than accuracy and (over clients) loss, and for samples that have no class label
+    each.
     """
     if metric not in ((METRIC, "loss") if over == CLIENTS else (METRIC,)):
         raise ValueError(f"over={over!r} compares accuracy{' or loss' if over == CLIENTS else ''}, not {metric}")

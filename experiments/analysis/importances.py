@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from fedloom.experiments.analysis.ablation import check_measure
 from fedloom.experiments.analysis.tables import METRIC
 from fedloom.experiments.store.ablations import Ablation
 
@@ -41,8 +42,7 @@ def importances(frame: pd.DataFrame, ablation: Ablation, measure: str = METRIC) 
 
     A measure without variance gives no rows. Raises ValueError for an unknown measure.
     """
-    if measure not in frame.columns:
-        raise ValueError(f"there is no measure {measure!r} in the frame; its columns are {', '.join(frame.columns)}")
+    check_measure(frame, measure)
     axes = [axis for axis, values in ablation.axes.items() if len(values) > 1]
     values = frame.dropna(subset=[measure]).groupby([*axes, "seed"], observed=True)[measure].mean()
     rows: list[tuple[str, int, float]] = []

@@ -108,7 +108,8 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
     """Runs the models that a run kept on its whole test set; returns which samples each classifies correctly.
 
     Keys are (model, tier, subnet) as in the table `evaluations`, values a boolean per sample and a hash of the labels.
-    Supernets are left out. Raises ValueError if the run's data is missing, and for texts, which have many labels each.
+    Supernets are left out. Raises ValueError if the run's data is missing, and for samples without a class label each,
+    such as texts.
     """
     _, config = stored_config(paths.root, paths.run_id)
     world = stored_world(paths, config)
@@ -122,10 +123,8 @@ def correct_by_sample(paths: RunPaths) -> dict[tuple[str, str, str], tuple[NDArr
             module = scored_subnet(worker, Subnet(chosen.architecture, chosen.stand_alone), chosen.weights)
             with worker.data.reading_test():
                 data = worker.in_task(worker.central_data("test"), chosen.architecture)
-                if data.per_position:
-                    raise ValueError(
-                        f"run {paths.run_id}: samples of texts have many labels each; compare over clients"
-                    )
+                if data.per_position or not data.dataset.has_labels:
+                    raise ValueError(f"run {paths.run_id}: samples have no class label each; compare over clients")
                 logits, y = torch.cat([logits_of(module(x_B)) for x_B, _ in batches_of(data)]), data.labels
                 classes = len(worker.class_names(chosen.architecture))
                 if logits.shape[1:] != (classes,):

@@ -152,6 +152,8 @@ def test_an_ablation_has_the_bits_of_its_runs_and_tables(tmp_path: Path, capsys:
     assert ablation.report().html.is_file()
     with pytest.raises(ValueError, match=r"has no axis 'alhpa'; its axes are alpha, rule$"):
         ablation.compare("alhpa")
+    with pytest.raises(ValueError, match=r"^there is no measure 'acuracy' in the frame; .* accuracy, loss"):
+        ablation.compare(measure="acuracy")
 
 
 def _merged(changes: dict[str, Any]) -> dict[str, Any]:

@@ -606,6 +606,8 @@ def test_labels_may_be_anything_that_an_objective_takes(config_of: Make, tmp_pat
     config.data.train_samples = config.data.test_samples = None
     clients = results_of(config)["clients"].query("stage == 'fedavg'")
     assert clients["loss"].iloc[-1] < 0.5 * clients["loss"].iloc[0]
+    with pytest.raises(ValueError, match=r"samples have no class label each; compare over clients$"):
+        correct_by_sample(list_runs(tmp_path)[0])
 
 
 def test_an_objective_of_ones_own_may_take_one_logit(config_of: Make, tmp_path: Path, results_of: Any) -> None:
