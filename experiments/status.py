@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fedloom.actors.watcher import clean, left_over, records_folder
 from fedloom.experiments.store.ablations import FOLDER, PLAN, Ablation, ablation_ids, meant_ablation
-from fedloom.experiments.store.trials import STATUS, counted, trial_states
+from fedloom.experiments.store.trials import counted, driver_status, trial_states
 from fedloom.experiments.terminal import console, write_json
 from fedloom.platform.results.paths import Names, RunPaths, find_runs, list_runs, read_names, start_of
 from fedloom.platform.results.status import Status, read_status
@@ -174,9 +174,8 @@ DriverStatus = Status | ValueError | None
 
 
 def _driver_status(results: Path, ablation_id: str) -> DriverStatus:
-    path = results / FOLDER / ablation_id / STATUS
     try:
-        return read_status(path) if path.exists() else None
+        return driver_status(results / FOLDER / ablation_id)
     except ValueError as error:
         return error
 

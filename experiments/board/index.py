@@ -23,7 +23,7 @@ from fedloom.experiments.analysis.outcomes import final_model
 from fedloom.experiments.analysis.silos import PERSONAL
 from fedloom.experiments.analysis.tables import METRIC
 from fedloom.experiments.store.ablations import FOLDER, PLAN, ablation_ids
-from fedloom.experiments.store.trials import STATUS
+from fedloom.experiments.store.trials import STATUS, driver_status
 from fedloom.platform.plugins import called
 from fedloom.platform.results.files import Stamp, stamp_of
 from fedloom.platform.results.paths import NAMES, NO_NAMES, RunPaths, list_runs, read_names
@@ -284,11 +284,11 @@ def _driver(folder: Path) -> dict[str, Any]:
     """An ablation's progress as its driver recorded it; the trials' own files are not read."""
     known = {"id": folder.name, "state": "interrupted", "ended": 0, "planned": 0, "message": "no trial was begun"}
     try:
-        if not (folder / STATUS).exists():
-            return known
-        status = read_status(folder / STATUS)
+        status = driver_status(folder)
     except ValueError as error:
         return {**known, "state": "unknown", "message": said(error)}
+    if status is None:
+        return known
     numbers = {"ended": status.round, "planned": status.rounds_total}
     return {**known, **numbers, "state": status.state, "message": shown(status.message, most=LONGEST)}
 

@@ -150,8 +150,12 @@ def new_ablation_id(root: Path, name: str) -> str:
 
 
 def write_ablation(root: Path, ablation: Ablation, *, replaces: bool = False) -> None:
-    """Writes the plan atomically; FileExistsError if one exists, unless a continuing search `replaces` it."""
+    """Writes the plan atomically; FileExistsError if one exists, unless a continuing search `replaces` it.
+
+    Raises ValueError like `check_no_link`.
+    """
     folder = ablation.folder(root)
+    check_no_link(folder)
     folder.mkdir(parents=True, exist_ok=True)  # exists if an earlier process was killed before it wrote the plan
     if (folder / PLAN).exists() and not replaces:
         raise FileExistsError(f"{folder / PLAN} is there: plans are written once")
@@ -164,14 +168,19 @@ def write_ablation(root: Path, ablation: Ablation, *, replaces: bool = False) ->
     write_atomically(folder / PLAN, hashed_json(values))
 
 
-def read_ablation(folder: Path) -> Ablation:
-    """Reads the plan in a folder; ValueError if it is missing, damaged or changed, or has a newer format.
-
-    A link, a pipe or the like among the ablation's files is refused, too, before any of them is opened.
-    """
+def check_no_link(folder: Path) -> None:
+    """Raises ValueError for a link, a pipe or the like among an ablation's files; opens none of them."""
     for path in (folder.parent, folder, *folder.glob("*")):
         if is_irregular(path):
             raise ValueError(irregular(path))
+
+
+def read_ablation(folder: Path) -> Ablation:
+    """Reads the plan in a folder; ValueError if it is missing, damaged or changed, or has a newer format.
+
+    Also raises ValueError like `check_no_link`.
+    """
+    check_no_link(folder)
     path = folder / PLAN
     try:
         values = from_hashed_json(read_file(path), path, allow_plain=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fedloom.experiments.store.ablations import Ablation, Trial
+from fedloom.experiments.store.ablations import Ablation, Trial, check_no_link
 from fedloom.platform.results.files import read_json, typed, write_atomically
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.status import Status, read_status
@@ -51,6 +51,15 @@ class End:
 
     kind: str
     message: str = ""
+
+
+def driver_status(folder: Path) -> Status | None:
+    """The last status that an ablation's driver wrote; None if it was killed before the first.
+
+    Raises ValueError like `check_no_link` and `read_status`.
+    """
+    check_no_link(folder)
+    return read_status(folder / STATUS) if (folder / STATUS).exists() else None
 
 
 def read_ends(root: Path, ablation: Ablation) -> dict[int, End]:

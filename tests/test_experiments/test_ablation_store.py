@@ -34,7 +34,7 @@ from fedloom.experiments.store.ablations import (
     short,
     write_ablation,
 )
-from fedloom.experiments.store.trials import FINAL, End, read_ends, trial_states, write_ends
+from fedloom.experiments.store.trials import FINAL, End, driver_status, read_ends, trial_states, write_ends
 from fedloom.experiments.terminal import INFRASTRUCTURE
 from fedloom.platform.results import lock
 from fedloom.platform.results.files import from_hashed_json, hashed_json
@@ -139,6 +139,16 @@ def test_an_ablation_with_a_link_is_not_read(link: str, tmp_path: Path) -> None:
         read_ablation(ablation.folder(results))
     with pytest.raises(ValueError, match="nothing in results is followed"):
         meant_ablation(results, ID)
+    with pytest.raises(ValueError, match="nothing in results is followed"):
+        driver_status(ablation.folder(results))
+
+
+def test_no_ablation_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "ablations").symlink_to("elsewhere")
+    with pytest.raises(ValueError, match="nothing in results is followed"):
+        write_ablation(tmp_path, make_ablation())
+    assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
 def test_a_results_folder_may_be_moved(tmp_path: Path) -> None:
