@@ -144,6 +144,8 @@ def _with_text_names(values: Any, prefix: str, depth: int = 5) -> Any:
         if isinstance(name, bool):
             word = "yes, on or true" if name else "no, off or false"
             raise ValueError(f"{prefix}{str(name).lower()}: a name that is {word} must be in quotes")
+        if not isinstance(name, str) and str(name) in values:
+            raise ValueError(f"{prefix}{name}: two have this name, one in quotes and one without: rename one")
     return {str(name): _with_text_names(value, f"{prefix}{name}.", depth - 1) for name, value in values.items()}
 
 

@@ -392,9 +392,13 @@ def _reference(config: AblationConfig, base: RunConfig) -> dict[str, Any]:
     """The experiment's own value of each axis, if it is among the values of the axis."""
     known = OmegaConf.create(asdict(base))
     reference: dict[str, Any] = {}
+
+    def own(key: str) -> Any:
+        return base.method.name if key == "method" else OmegaConf.select(known, key.lstrip("+"))
+
     for name, axis in config.axes.items():
         for value, changes in _choices(axis):
-            if all(_same(OmegaConf.select(known, key), wanted) for key, wanted in changes.items()):
+            if all(_same(own(key), wanted) for key, wanted in changes.items()):
                 reference[name] = value
                 break
     return reference

@@ -203,7 +203,7 @@ class ScoreProto:
 
             def nearest(x: Any) -> Tensor:
                 network.forward(x)
-                return torch.where(known, -torch.cdist(last[0], prototypes).square(), FAR)
+                return torch.where(known, -torch.cdist(last[0].float(), prototypes).square(), FAR)
 
             score = score_loaded(worker, assignment, replace(network, forward=nearest), data)
         rows = final_measurements(worker, PERSONAL, network, score)

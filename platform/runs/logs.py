@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def as_bytes(size_bytes: float) -> str:
     """Formats a size, such as 3.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
+        if size_bytes < 999.5:  # else it is rounded to 1e+03
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.3g} TB"

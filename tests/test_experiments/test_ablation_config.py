@@ -134,6 +134,10 @@ FILES = {
         "axes: {a: {settings: {yes: {x: 1}, no: {x: 2}}}}",
         "ablation.axes.a.settings.true: a name that is yes, on or true must be in quotes",
     ),
+    "a number and its text": (
+        "axes: {a: {settings: {1: {x: 1}, '1': {x: 2}}}}",
+        "ablation.axes.a.settings.1: two have this name, one in quotes and one without: rename one",
+    ),
     "value twice": ("axes: {a: {key: x, values: [0.5, [1], 0.5]}}", "ablation.axes.a.values: 0.5 is there twice"),
     "whole and real": ("axes: {a: {key: x, values: [1, 1.0]}}", "ablation.axes.a.values: 1.0 is there twice"),
     "zero and false": ("axes: {a: {key: x, values: [0, false]}}", "ablation.axes.a.values: false is there twice"),

@@ -247,7 +247,9 @@ def test_a_line_says_of_what_its_accuracies_are() -> None:
     assert "clients' test accuracy 0.2500  validation 0.8750  1.00 s" in round_line(untrained)
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2.5e12, "2.5 TB")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (999_950, "1 MB"), (2.5e12, "2.5 TB")]
+)
 def test_sizes_for_people(value: float, text: str) -> None:
     assert as_bytes(value) == text
 

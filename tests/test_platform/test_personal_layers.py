@@ -287,6 +287,14 @@ def test_apfl_with_a_fixed_alpha_of_1_trains_every_client_alone(
     assert row["bytes_up"] == bytes_of(state.weights("supernet"))
 
 
+def test_fedproto_scores_features_of_half_precision(make_config: Make, run_in_memory: Run) -> None:
+    train = FedProtoTrainingConfig(rounds=1, batch_size=12, use_validation=False)
+    config = make_config(FedProtoConfig(train=train))
+    config.executor.precision = "bfloat16"
+    _, memory, _ = run_in_memory(config)
+    assert set(memory.table("clients").query("stage == 'evaluation'")["status"]) == {"ok"}
+
+
 def test_fedproto_without_a_pull_trains_every_client_alone(
     make_config: Make, run_in_memory: Run, run_stages: Any
 ) -> None:

@@ -38,6 +38,20 @@ def test_the_last_axis_changes_first_and_seeds_before_it(plan: Plan) -> None:
     assert ablation.reference == {"lr": 0.1, "averaging": "OPA"}
 
 
+@pytest.mark.parametrize(
+    ("axis", "reference"),
+    [
+        ("key: method, values: [fjord, heterofl]", "heterofl"),
+        ("settings: {F: {method: fjord}, H: {method: heterofl}}", "H"),
+        ("key: +method.train.lr, values: [.7, .1]", 0.1),
+    ],
+)
+def test_the_reference_is_the_experiments_own_however_the_key_is_written(
+    plan: Plan, axis: str, reference: object
+) -> None:
+    assert plan(f"axes: {{m: {{{axis}}}}}\nseeds: [1]\n", "experiment=heterofl_digits").reference == {"m": reference}
+
+
 def test_the_same_arguments_plan_the_same_trials(plan: Plan) -> None:
     once, again = plan(TWO), plan(TWO)
     assert once.ablation_id != again.ablation_id
