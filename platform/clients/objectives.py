@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.platform.data.dataset import Dataset
 from fedloom.platform.data.trees import rows_of, single
 from fedloom.platform.plugins import ComponentSpec, PluginError, Registry, an, blaming, is_import_path
 from fedloom.platform.settings import UP_TO_A_MILLION
@@ -190,6 +191,15 @@ def divergence(outputs: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
     """
     soft, target = F.log_softmax(outputs / temperature, dim=1), F.log_softmax(teacher / temperature, dim=1)
     return F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1).mean()
+
+
+def check_divergence(dataset: Dataset, key: str, weight: float) -> None:
+    """Raises ValueError if `divergence` would be used, with this weight, where outputs are no logits of classes."""
+    if weight and not dataset.has_labels:
+        raise ValueError(
+            f"{key}={weight:g}: distillation compares logits of classes, and the data set has no class labels: set "
+            f"{key}=0"
+        )
 
 
 @dataclass

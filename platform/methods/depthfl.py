@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 from torch.nn import functional as F
 
 from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
+from fedloom.platform.clients.objectives import check_divergence
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.evaluation import EvaluationConfig
@@ -105,6 +106,7 @@ def stages(config: DepthFLConfig, world: World) -> list[Stage]:
     """Training, the tiers' models, evaluation."""
     deepest = largest_of_tiers(world)
     refuse_masked_rows(world, config.name)
+    check_divergence(world.data.dataset, "method.distillation", config.distillation)
     if is_import_path(world.config.space.name):
         try_exits(with_exits(world.space, config.name), world.config.space)
 

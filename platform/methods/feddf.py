@@ -29,7 +29,7 @@ from fedloom.platform.averaging.average import Update
 from fedloom.platform.averaging.weighting import weighting_traits
 from fedloom.platform.clients.assignments import ClientResult, TaskError
 from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
-from fedloom.platform.clients.objectives import divergence, logits_of
+from fedloom.platform.clients.objectives import check_divergence, divergence, logits_of
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD, Optimizer, batch_indices
@@ -269,6 +269,7 @@ def check_distillation(config: FedDFConfig, world: World) -> None:
     """Raises ValueError for settings that hide the trained networks from the server, and without data to distil on."""
     if not config.distillation.steps:
         return
+    check_divergence(world.data.dataset, "method.distillation.steps", config.distillation.steps)
     train = config.train
     if train.privacy.clip is not None or train.privacy.noise or train.privacy.secure:
         raise ValueError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 from fedloom.platform.clients.assignments import Assignment, places_of
 from fedloom.platform.clients.local_rules import refuse_extra_passes
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
-from fedloom.platform.clients.objectives import DistilledLoss
+from fedloom.platform.clients.objectives import DistilledLoss, check_divergence
 from fedloom.platform.data.trees import rows_of
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import rules_of
@@ -114,6 +114,7 @@ def _narrow(worker: Worker, widest: Architecture, width: Architecture, x_B: Tens
 def stages(config: FjordConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
     widest = largest_of_tiers(world)
+    check_divergence(world.data.dataset, "method.distillation", config.distillation)
     refuse_extra_passes(rules_of(config.train, "method.train").local, "method.train")
 
     def network(_round: object, client_id: int) -> Ordered:

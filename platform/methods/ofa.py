@@ -25,7 +25,7 @@ import torch
 from fedloom.platform.clients.assignments import places_of
 from fedloom.platform.clients.local_rules import refuse_extra_passes
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.objectives import divergence
+from fedloom.platform.clients.objectives import check_divergence, divergence
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import batch_sizes
@@ -251,6 +251,7 @@ def _check(config: OFATrainingConfig, world: World, space: HasSortedChannels) ->
     """Raises ValueError for invalid values."""
     key = "method.train"
     check_training(config, key, world.num_clients)
+    check_divergence(world.data.dataset, f"{key}.teaching", config.teaching)
     if len(config.subnets_per_batch) != 2:
         raise ValueError(
             f"{key}.subnets_per_batch={config.subnets_per_batch}: give two, one for opening depths and one for widths"

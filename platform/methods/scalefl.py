@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.objectives import divergence
+from fedloom.platform.clients.objectives import check_divergence, divergence
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.depthfl import WithExits
@@ -82,6 +82,7 @@ def stages(config: ScaleFLConfig, world: World) -> list[Stage]:
     """Training, the tiers' models and their statistics, evaluation."""
     levels = largest_of_tiers(world)
     refuse_masked_rows(world, config.name)
+    check_divergence(world.data.dataset, "method.distillation", config.distillation)
     if is_import_path(world.config.space.name):
         try_exits(with_exits(world.space, config.name), world.config.space)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedloom.platform.clients.assignments import Assignment, Task, places_of
 from fedloom.platform.clients.local_rules import refuse_extra_passes
 from fedloom.platform.clients.networks import Account, DrawingNetwork, Network, Subnet
-from fedloom.platform.clients.objectives import DistilledLoss
+from fedloom.platform.clients.objectives import DistilledLoss, check_divergence
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.worker import Worker
@@ -292,6 +292,8 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     rules, clients = rules_of(config, "method.train", own_rules), answers_per_round(config, world.num_clients)
     if not slices:
         refuse_extra_passes(rules.local, "method.train")
+    taught = config.shrinking.distillation or 0.0
+    check_divergence(world.data.dataset, "method.train.shrinking.distillation", taught)
     heuristic, shares_rule = rules.more["distribution.heuristic"], rules.more["shares.rule"]
 
     def distribution(index: int, client_ids: tuple[int, ...], served: Served, draw: int = 0) -> Distribution:
@@ -334,8 +336,7 @@ def supernet_stage(world: World, config: ElasticTrainingConfig, family: tuple[Ar
     def whole(round_: Round) -> Train:
         widest = is_widest(round_.index)
         shrinking = config.shrinking
-        sandwich, distillation = bool(shrinking.sandwich), shrinking.distillation or 0.0
-        network = Shrinking(shrinking.subnets_per_batch, widest, sandwich, distillation)
+        network = Shrinking(shrinking.subnets_per_batch, widest, bool(shrinking.sandwich), taught)
         return Train(network, round_.local, rules.weighting)
 
     def after(state: RunState, plan: Plan, _result: RoundResult) -> RunState:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedloom.experiments.export.export import correct_by_sample
+from fedloom.experiments.runs.configuration import compose_config
 from fedloom.platform.averaging.aggregators import KeptUpdates
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.execution import SharedWeights, run_assignment
@@ -368,7 +369,7 @@ def my_net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.modules.pop("my_net", None)  # the pages' code has one of this name, too
     yield folder
     sys.path.remove(str(folder))
-    del sys.modules["my_net"]
+    sys.modules.pop("my_net", None)
 
 
 @pytest.fixture
@@ -714,6 +715,24 @@ def test_data_without_class_labels_is_refused_by_methods_that_classify(
     config.method = method()
     with pytest.raises(ValueError, match=rf"^method={config.method.name} classifies .* has no class label for each"):
         build_stages(build_world(config))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "key"),
+    [
+        ("fjord_digits", "method.distillation=1"),
+        ("depthfl_digits", "method.distillation=1"),
+        ("scalefl_digits", "method.distillation="),
+        ("feddf_digits", "method.distillation.steps="),
+        ("ofa_digits", "method.train.teaching=1"),
+    ],
+)
+def test_what_has_no_classes_is_not_distilled(monkeypatch: pytest.MonkeyPatch, experiment: str, key: str) -> None:
+    world = build_world(compose_config([f"experiment={experiment}"]))
+    build_stages(world)
+    monkeypatch.setattr(type(world.data.dataset), "has_labels", False)
+    with pytest.raises(ValueError, match=rf"^{key}.*: distillation compares logits of classes, and the data set has"):
+        build_stages(world)
 
 
 def test_fedproto_refuses_a_last_layer_without_an_output_for_each_class(config_of: Make, tmp_path: Path) -> None:
