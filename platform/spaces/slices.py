@@ -129,7 +129,7 @@ def first_not_finite(tensors: Weights, received: Callable[[str], Tensor | None] 
     totals = list(sums.values())
     if len({each.dtype for each in totals}) > 1:
         totals = [each.double() for each in totals]
-    for name, total in zip(sums, torch.stack(totals).tolist(), strict=True):
+    for name, total in zip(sums, torch.stack(totals).cpu().tolist(), strict=True):
         if not math.isfinite(total) and _differs_infinitely(tensors[name], received(name)):
             return name
     return None
