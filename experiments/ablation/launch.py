@@ -129,9 +129,7 @@ def retry_failed(
 ) -> AblationEnd:
     """Repeats the failed trials, `only` those of these indices, each from its last checkpoint.
 
-    The keywords are those of `resume_run`.
-
-    Raises ValueError if no trial has failed.
+    The keywords are those of `resume_run`. Raises ValueError if no trial has failed.
     """
     location = _fetched(ablation, results)
     states = trial_states(location.root, ablation)

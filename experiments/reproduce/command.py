@@ -155,6 +155,7 @@ def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "Ablati
     """
     # Imported here: these import torch and Ray, which showing tables does not need.
     from fedloom.experiments.ablation.in_process import is_serial, run_in_process
+    from fedloom.experiments.ablation.launch import resume_ablation, retry_failed, start_ablation
     from fedloom.experiments.ablation.plan import planned_ablation
     from fedloom.experiments.ablation.running import ResultsLocation, check_idle, kind_of
 
@@ -176,14 +177,12 @@ def run_part(item: Item, part: Part, wanted: Asked, results: Path, view: "Ablati
         return [state for state in trial_states(location.root, ablation) if state.trial.index in needed]
 
     left = {state.state for state in states()} - {*FINAL}
+    if not is_new and not left:
+        return DONE
     if is_serial(ablation):
-        if is_new or left:
-            with suppress(KeyboardInterrupt):
-                run_in_process(ablation, location, view, needed, is_new=is_new)
-        return kind_of(states())
-    from fedloom.experiments.ablation.launch import resume_ablation, retry_failed, start_ablation
-
-    if is_new:
+        with suppress(KeyboardInterrupt):
+            run_in_process(ablation, location, view, needed, is_new=is_new)
+    elif is_new:
         start_ablation(ablation, location.results, view, needed)
     else:
         if left - {"failed", "refused"}:
