@@ -18,12 +18,15 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from fedloom.actors.cluster import SET_TOKEN
 from fedloom.experiments.ablation.config import PREFIX, load_ablation_config
+from fedloom.experiments.ablation.plan import plan_of
 from fedloom.experiments.runs.configuration import compose_config
+from fedloom.experiments.runs.overrides import read
 from fedloom.experiments.runs.own_presets import is_own
 from fedloom.experiments.runs.presets import PRESET
 from fedloom.experiments.shipping import Shipment, plan_shipment, shipped, target_of
+from fedloom.experiments.store.ablations import Trial
 from fedloom.experiments.terminal import INFRASTRUCTURE, INTERRUPTED, OK
-from fedloom.platform.federation.config import GENERATED, RunConfig
+from fedloom.platform.federation.config import GENERATED
 from fedloom.platform.results.store import local_root
 from fedloom.platform.runs.run_files import input_files
 from fedloom.platform.words import shown
@@ -111,14 +114,17 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
     which is deleted after the job.
     """
     command, sent = "run", list(overrides)
+    trials: tuple[Trial, ...] = ()
     ablation_name = next((o.removeprefix(ABLATION) for o in overrides if o.startswith(ABLATION)), None)
     if ablation_name is None:
         composed = list(overrides)
     else:
         command = "ablate"
-        _, ablation = load_ablation_config(ablation_name, [o for o in overrides if o.startswith(PREFIX)])
+        name, ablation = load_ablation_config(ablation_name, [o for o in overrides if o.startswith(PREFIX)])
         rest = [o for o in overrides if not o.startswith((PREFIX, ABLATION))]
         composed = [*ablation.overrides, *rest]  # in this order in the job
+        if ablation.search.kind != "bayesian":  # whose points the cluster's Optuna suggests
+            trials = plan_of(name, ablation, rest, named=f"{ABLATION}{ablation_name}", ablation_id=name).trials
         if ablation_name.endswith((".yaml", ".yml")):  # ships the definition; the job finds it in its folder
             file = Path(ablation_name)
             include = [*include, file]
@@ -134,16 +140,18 @@ def prepare(overrides: Sequence[str], include: Sequence[Path]) -> PreparedJob:
     if config.ray.address != "auto":
         raise ValueError(f"ray.address={config.ray.address}: a job runs on the cluster of --address; leave this out")
     shipment = plan_shipment(include)
-    _check_shipped(config, composed, shipment)
+    for values, texts in [(asdict(config), composed), *((trial.config, trial.overrides) for trial in trials)]:
+        _check_shipped(values, texts, shipment)
     return PreparedJob(entry_point(command, sent), shipment)
 
 
-def _check_shipped(config: RunConfig, overrides: Sequence[str], shipment: Shipment) -> None:
+def _check_shipped(config: Mapping[str, Any], overrides: Sequence[str], shipment: Shipment) -> None:
     """Raises ValueError for a preset or an input file that the job would look for in its folder in vain."""
     targets = {file.target for file in shipment.files}
-    tables = {config.tiers.device_table, config.devices.availability_table} - {None, GENERATED}
-    presets = [override.removeprefix(PRESET) for override in overrides if is_own(override)]
-    for text in [*presets, *sorted(map(str, {*tables, *input_files(asdict(config))}))]:
+    tables = {config["tiers"]["device_table"], config["devices"]["availability_table"]} - {None, GENERATED}
+    named = [f"{PRESET}{override.value}" for override in map(read, overrides) if override.key == "experiment"]
+    presets = [override.removeprefix(PRESET) for override in named if is_own(override)]
+    for text in [*presets, *sorted(map(str, {*tables, *input_files(config)}))]:
         path = os.path.normpath(os.path.expanduser(text))
         if not os.path.isabs(path) and PurePosixPath(path) not in targets:
             raise ValueError(f"{text} is not shipped: add --include {text}, in the folder that holds it or above")

@@ -70,13 +70,14 @@ def plan_of(
     Error messages call it `named`, such as ablation=alpha; it gets a new id unless `ablation_id` is given. Raises
     ValueError like `plan_ablation`.
     """
-    chosen = [override.lstrip("+").partition("=")[0] for override in [*config.overrides, *common]]
+    chosen = [read(override) for override in [*config.overrides, *common]]
     axis_of = {
-        key.lstrip("+"): name
+        key: name
         for name, axis in config.axes.items()
-        for key in (axis.key, *itertools.chain(*axis.settings.values()))
+        for changes in [changes for _, changes in _choices(axis)] or [{axis.key: None}]
+        for key in _keys_set(changes)
     }
-    if not any(key in GROUPS for key in (*chosen, *axis_of)):
+    if not any(key in GROUPS for key in (*(override.key for override in chosen), *axis_of)):
         raise ValueError("give the experiment that the ablation varies, such as experiment=fedoras_digits")
     is_grid = config.search.kind == "grid"
     points_planned = config.search.samples if not is_grid else math.prod(len(_choices(a)) for a in config.axes.values())
@@ -89,12 +90,13 @@ def plan_of(
         if base.data.validation_share == 0:
             raise ValueError("data.validation_share=0: a Bayesian search compares points on validation data; give some")
     points = list(_points(config))
-    for key, override in zip(chosen, [*config.overrides, *common], strict=True):
-        if (axis_name := axis_of.get(key)) is not None:
-            raise ValueError(
-                f"{override}: the ablation varies {key}; change its values instead "
-                f"(ablation.axes.{axis_name}.values=[...])"
-            )
+    for override in chosen:
+        for key in _keys_set({override.key: override.value}):
+            if varied := next((other for other in axis_of if _overlap(key, other)), None):
+                raise ValueError(
+                    f"{override.text}: the ablation varies {varied}; change its values instead "
+                    f"(ablation.axes.{axis_of[varied]}.values=[...])"
+                )
     ablation_id = ablation_id or new_ablation_id(local_root(base.results), name)
     try:
         trials = tuple(_trials(ablation_id, overrides, base, points, config.seeds))

@@ -189,8 +189,25 @@ def divergence(outputs: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
 
     The teacher's logits are targets: pass them without gradients.
     """
+    return _divergences(outputs, teacher, temperature).mean()
+
+
+def _divergences(outputs: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     soft, target = F.log_softmax(outputs / temperature, dim=1), F.log_softmax(teacher / temperature, dim=1)
-    return F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1).mean()
+    return F.kl_div(soft, target, reduction="none", log_target=True).sum(dim=1)
+
+
+def mean_counted(losses: Tensor, labels: Tensor) -> Tensor:
+    """Mean of the losses of the labels that count, both (B,) or (B, T); 0 if none does."""
+    counts = labels != IGNORED
+    return (losses * counts).sum() / counts.sum().clamp_min(1)
+
+
+def taught_loss(objective: Objective, outputs: Any, teacher: Any, targets: Any, temperature: float = 1.0) -> Tensor:
+    """`divergence` over the objective's logits and the targets that count."""
+    logits, labels = objective.targets(outputs, targets)
+    taught, _ = objective.targets(teacher, targets)
+    return mean_counted(_divergences(logits, taught, temperature), labels)
 
 
 def check_divergence(dataset: Dataset, key: str, weight: float) -> None:
@@ -216,10 +233,10 @@ class DistilledLoss:
     passes_made: int = 0
     teacher: Tensor | None = None
 
-    def passed(self, outputs: Tensor) -> None:
+    def passed(self, outputs: Any) -> None:
         """Records the outputs of the batch's next pass."""
         if self.passes_made == 0:
-            self.teacher = outputs.detach()
+            self.teacher = logits_of(outputs).detach()
         self.passes_made += 1
 
     @property
@@ -227,7 +244,7 @@ class DistilledLoss:
         """Whether the next pass is the teacher's."""
         return self.passes_made == 0
 
-    def loss(self, objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, objective: Objective, outputs: Any, targets: Any) -> Tensor:
         """The loss of the pass that was recorded last."""
         first, self.passes_made = self.passes_made == 1, self.passes_made % self.passes
         hard = objective.loss(outputs, targets)
@@ -235,7 +252,9 @@ class DistilledLoss:
             return hard
         assert self.teacher is not None, "the teacher passes first"
         t = self.temperature
-        return (1 - self.weight) * hard + self.weight * t * t * divergence(outputs, self.teacher, t)
+        return (1 - self.weight) * hard + self.weight * t * t * taught_loss(
+            objective, outputs, self.teacher, targets, t
+        )
 
 
 def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outputs: Any = None) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 from torch.nn import functional as F
 
 from fedloom.platform.clients.networks import Network, OfSubnet, Subnet
-from fedloom.platform.clients.objectives import check_divergence
+from fedloom.platform.clients.objectives import check_divergence, mean_counted
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.evaluation import EvaluationConfig
@@ -86,12 +86,13 @@ def loss_of_exits(objective: Objective, exits: Sequence[Tensor], targets: Tensor
     total = sum((objective.loss(logits, targets) for logits in exits[1:]), objective.loss(exits[0], targets))
     if not distillation or len(exits) == 1:
         return total
-    # Each exit's softmax is taken once; `divergence` would take it again for every pair, and round differently.
-    logs = [F.log_softmax(logits, dim=1) for logits in exits]
+    # Each exit's softmax is taken once; `taught_loss` would take it again for every pair, and round differently.
+    counted = [objective.targets(logits, targets) for logits in exits]
+    logs, labels = [F.log_softmax(logits, dim=1) for logits, _ in counted], counted[0][1]
     for i, pupil in enumerate(logs):
         for teacher in [t.detach() for j, t in enumerate(logs) if j != i]:
-            divergence = F.kl_div(pupil, teacher, reduction="none", log_target=True).sum(dim=1).mean()
-            total = total + distillation / (len(exits) - 1) * divergence
+            divergences = F.kl_div(pupil, teacher, reduction="none", log_target=True).sum(dim=1)
+            total = total + distillation / (len(exits) - 1) * mean_counted(divergences, labels)
     return total
 
 

@@ -50,6 +50,7 @@ from fedloom.platform.methods.silos import (
     SiloTrainingConfig,
     adaptation,
     adapted_outcome,
+    check_classes,
     checked_silos,
     refuse_feddyn,
     validation_use,
@@ -255,6 +256,7 @@ class ScoreModular:
 def stages(config: FedMnConfig, world: World) -> list[Stage]:
     """Both phases of training, then the evaluation of every silo's modules before and after adaptation."""
     train, rules = config.train, checked_silos(world, config.train)
+    check_classes(world)
     refuse_feddyn(train, config.name, "a router")
     if train.pretraining_rounds > train.rounds:
         raise ValueError(

@@ -25,7 +25,7 @@ import torch
 from fedloom.platform.clients.assignments import places_of
 from fedloom.platform.clients.local_rules import refuse_extra_passes
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.objectives import check_divergence, divergence
+from fedloom.platform.clients.objectives import check_divergence, taught_loss
 from fedloom.platform.clients.scoring import ScoreSubnet
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import batch_sizes
@@ -143,7 +143,9 @@ class OpenSubnets(Shrinking):
             return outputs
 
         def loss(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
-            return objective.loss(outputs, targets) + self.teaching * divergence(outputs, answers[0])
+            return objective.loss(outputs, targets) + self.teaching * taught_loss(
+                objective, outputs, answers[0], targets
+            )
 
         return replace(network, forward=forward, loss=loss)
 

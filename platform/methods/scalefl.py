@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.objectives import check_divergence, divergence
+from fedloom.platform.clients.objectives import check_divergence, taught_loss
 from fedloom.platform.federation.method import Method
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.depthfl import WithExits
@@ -72,7 +72,7 @@ class Scaled(WithExits):
         for depth, logits in enumerate(earlier, start=1):
             loss = objective.loss(logits, targets)
             if self.distillation:
-                taught = divergence(logits, last.detach(), self.temperature)
+                taught = taught_loss(objective, logits, last.detach(), targets, self.temperature)
                 loss = loss + self.distillation * self.temperature**2 * taught
             total = total + depth * loss
         return total / (len(exits) * (len(exits) + 1) / 2)

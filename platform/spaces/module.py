@@ -317,7 +317,7 @@ def from_config(config: SpaceConfig) -> ModuleSpace:
     known = ("build", "weights", "weights_names", "num_classes", "input_shape", "options")
     for name, value in vars(config).items():
         if name not in ("name", "lora", "input_shapes", *known) and value not in (None, {}):
-            raise ValueError(f"space module has no {name}; it has {', '.join(known)}")
+            raise ValueError(f"space module has no {name}; it has {', '.join(known)}: leave it out, or give null")
     return ModuleSpace(config)
 
 

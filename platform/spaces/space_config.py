@@ -146,7 +146,7 @@ def from_design(make: Callable[[Any], SearchSpace], default: Any, config: SpaceC
             continue
         if each.name not in known:
             allowed = ", ".join(name for name in known if name != "name")
-            raise ValueError(f"space {config.name} has no {each.name}; it has {allowed}")
+            raise ValueError(f"space {config.name} has no {each.name}; it has {allowed}: leave it out, or give null")
         changes[each.name] = tuple(value) if isinstance(value, list) else value
     return make(replace(default, **changes))
 

@@ -64,6 +64,23 @@ def test_what_is_checked_is_what_the_job_composes(tmp_path: Path, monkeypatch: p
     assert "results=/shared/results" in prepare(["ablation=own.yaml", *RUN], []).entry_point
 
 
+def test_every_trial_of_an_ablation_is_checked_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.csv").write_text("client,tier\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [fedoras_digits]")
+    own = tmp_path / "own.yaml"
+    for axis, given, message in [
+        ("key: tiers.device_table, values: [table.csv]", RUN, r"^table\.csv is not shipped"),
+        ("key: experiment, values: [fedoras_digits, ./mine.yaml]", RUN[1:], r"^\./mine\.yaml is not shipped"),
+        ("key: method.train.lr, values: [0.1, fast]", RUN, r"lr=fast"),
+    ]:
+        own.write_text(f"axes: {{a: {{{axis}}}}}\n")
+        with pytest.raises(ValueError, match=message):
+            prepare([f"ablation={own}", *given], [])
+
+
 REFUSED = {
     "no results": (["experiment=fedoras_digits"], r"results=results would lie.*absolute path.*s3://"),
     "relative results": (["experiment=fedoras_digits", "results=../r"], r"results=\.\./r would lie"),

@@ -735,6 +735,16 @@ def test_what_has_no_classes_is_not_distilled(monkeypatch: pytest.MonkeyPatch, e
         build_stages(world)
 
 
+@pytest.mark.parametrize("experiment", ["fedproto_digits", "fedmn_cifar10_small", "knn_per_cifar10_small"])
+def test_what_has_no_classes_is_not_classified(monkeypatch: pytest.MonkeyPatch, experiment: str) -> None:
+    small = ["data.dataset=digits", "data.train_samples=null", "data.test_samples=null", "space.input_shape=[1,8,8]"]
+    world = build_world(compose_config([f"experiment={experiment}", *(small if "cifar10" in experiment else ())]))
+    monkeypatch.setattr(type(world.data.dataset), "has_labels", False)
+    method = world.config.method.name
+    with pytest.raises(ValueError, match=rf"^method={method} classifies samples, and digits has no class label for"):
+        build_stages(world)
+
+
 def test_fedproto_refuses_a_last_layer_without_an_output_for_each_class(config_of: Make, tmp_path: Path) -> None:
     config = replace(config_of(tmp_path, "one_score"), method=FedProtoConfig())
     with pytest.raises(ValueError, match=r"^method=fedproto needs .* this network's has 1 for 10 classes"):

@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,35 @@ def test_a_network_of_ones_own_obeys_the_laws_of_spaces(own_network: ModuleType,
     own_network.scaled = lambda _shape, _classes: Scaled()  # type: ignore[attr-defined]
     options = {"network": f"own_network:{network}"}
     check_space(SpaceConfig("width", widths=[0.5, 1.0], input_shape=[1, 8, 8], options=options))
+
+
+class Named(Scaled):
+    """Outputs by name, one of which is hidden channels."""
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.convolution(x).relu().mean((2, 3))
+        return {"features": features, "logits": self.logits(features)}
+
+
+class Concatenated(Named):
+    """A classifier that sees the inputs beside the hidden channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(6 + 6, 10)
+        self.again = nn.Conv2d(1, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Any:
+        features = torch.cat([self.convolution(x), self.again(x)], dim=1).relu().mean((2, 3))
+        return {"features": features, "logits": self.logits(features)}
+
+
+def test_outputs_by_name_have_channels_that_can_be_permuted_or_not(own_network: ModuleType) -> None:
+    own_network.named = lambda _shape, _classes: Named()  # type: ignore[attr-defined]
+    own_network.concatenated = lambda _shape, _classes: Concatenated()  # type: ignore[attr-defined]
+    assert own([0.5, 1.0], "own_network:named").options == (2,)
+    with pytest.raises(ValueError, match="a layer concatenates channels"):
+        own([0.5, 1.0], "own_network:concatenated")
 
 
 def test_the_lstm_computes_what_torchs_does() -> None:

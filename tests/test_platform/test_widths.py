@@ -17,7 +17,7 @@ from fedloom.platform.averaging.average import WeightedSums
 from fedloom.platform.clients.assignments import Assignment
 from fedloom.platform.clients.evaluation import estimate_statistics
 from fedloom.platform.clients.networks import Subnet
-from fedloom.platform.clients.objectives import DistilledLoss, Objective
+from fedloom.platform.clients.objectives import IGNORED, OBJECTIVES, DistilledLoss, Objective, divergence
 from fedloom.platform.clients.trainer import Train
 from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.clients.worker import Worker
@@ -183,6 +183,32 @@ def test_the_loss_of_self_distillation_by_hand() -> None:
         p, q = np.array([np.e, 1.0]) / (np.e + 1), np.array([1.0, np.e**2]) / (1 + np.e**2)
         expected = 0.25 * np.log(1 + np.exp(4)) + 0.75 * 4 * float((p * np.log(p / q)).sum())
         assert float(taught.loss(objective, student, target)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("choice", ["classification", "last_position", "later_positions"])
+def test_self_distillation_teaches_the_positions_that_count_alone(choice: str) -> None:
+    """As many, and with the same gradients, as a batch of only these positions; also of outputs by name."""
+    options = (("skip", 1),) if choice == "later_positions" else ()
+    objective = OBJECTIVES.make(ComponentSpec(choice, options))
+    targets = torch.tensor([[1, 2, 0, IGNORED], [0, 1, IGNORED, IGNORED]])
+    counts = {
+        "classification": [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)],
+        "last_position": [(0, 2), (1, 1)],
+        "later_positions": [(0, 1), (0, 2), (1, 1)],
+    }[choice]
+    rng = torch.Generator().manual_seed(1)
+    teacher, outputs = torch.randn(2, 3, 4, generator=rng), torch.randn(2, 3, 4, generator=rng).requires_grad_()
+    rows, positions = (torch.tensor(index) for index in zip(*counts, strict=True))
+    taught = DistilledLoss(0.5, 2.0)
+    taught.passed({"logits": teacher})
+    taught.loss(objective, teacher, targets)
+    taught.passed({"logits": outputs})
+    loss = taught.loss(objective, {"logits": outputs}, targets)
+    pupil, labels = outputs[rows, :, positions], targets[rows, positions]
+    expected = 0.5 * F.cross_entropy(pupil, labels) + 0.5 * 4 * divergence(pupil, teacher[rows, :, positions], 2.0)
+    torch.testing.assert_close(loss, expected)
+    ours, theirs = (torch.autograd.grad(each, outputs)[0] for each in (loss, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("norm", ["static", "batch", "none"])

@@ -61,6 +61,16 @@ REFUSED = {
         ["method.train.lr=3"],
         "method.train.lr=3: the ablation varies method.train.lr; change its values instead (ablation.axes.lr.values=",
     ),
+    "varied in a mapping and fixed": (
+        "axes: {weights: {key: tiers.cost_weights, values: [{macs: 2}, {macs: 3}]}}\n",
+        ["+tiers.cost_weights.macs=1"],
+        "+tiers.cost_weights.macs=1: the ablation varies tiers.cost_weights.macs; change its values instead",
+    ),
+    "varied and fixed with others": (
+        LR,
+        ["method.train={lr: 3, rounds: 2}"],
+        "method.train={lr: 3, rounds: 2}: the ablation varies method.train.lr; change its values instead",
+    ),
     "varied and forced": (LR, ["++method.train.lr=3"], "++method.train.lr=3: the ablation varies method.train.lr"),
     "seed": (LR, ["seed=3"], "seed=3: an ablation has several seeds; give ablation.seeds=[1,2]"),
     "cluster": (
