@@ -105,6 +105,19 @@ class TraceBudget:
         return self.draw(rng).factor
 
 
+def least_share(budget: Budget) -> float:
+    """The smallest share that a budget gives; 1 for a user's own, of which it is not known."""
+    match budget:
+        case StaticBudget():
+            return budget.share
+        case ScheduleBudget():
+            return min(budget.factors)
+        case TraceBudget():
+            return min(share for _, share, probability in budget.states if probability > 0)
+        case _:
+            return 1.0
+
+
 KINDS = ("static", "schedule", "trace")
 
 

@@ -19,7 +19,10 @@ GROUPS = ("experiment", "method")
 """The keys that choose whole groups of values."""
 ENDINGS = (".yaml", ".yml")
 """File endings of the user's own presets."""
-TEXT_KEYS = ("name", "tags", "results", "data.root", "data.cache", "tracking.project")
+TEXT_KEYS = (
+    *("name", "tags", "results", "data.root", "data.cache", "tracking.project"),
+    *("method.start_from", "method.model"),
+)
 """The keys whose values are the user's own words, which may look like numbers: 2026_08_07 and 1.10."""
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[+-]?\d[\d_]*)?|[+-]?inf|nan", re.IGNORECASE)
 """What Hydra may read as a number."""

@@ -19,7 +19,7 @@ def mapped(change: Callable[[Tensor], Tensor], tree: AnyTree) -> AnyTree:
     return cast(AnyTree, {name: change(tensor) for name, tensor in tree.items()})
 
 
-def mapped_within(change: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+def mapped_within(change: Callable[[Tensor], Any], outputs: Any) -> Any:
     """A network's outputs with every tensor in them changed, also in nested mappings, tuples and lists."""
     if isinstance(outputs, Tensor):
         return change(outputs)

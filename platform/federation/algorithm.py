@@ -287,6 +287,11 @@ def to_all(make: Callable[[Round], Task]) -> TasksOfRound:
     return lambda round_: RoundTasks([make(round_)] * len(round_.client_ids))
 
 
+def _unscored(_state: RunState) -> Sequence[Task]:
+    """No tasks of the server: clients score their own models, or nobody does."""
+    return ()
+
+
 def _with_share(assignment: Assignment, shares: Mapping[int, float]) -> Assignment:
     client, task = client_of(assignment), cast(Any, assignment.task)
     return replace(assignment, task=replace(task, share=shares[client])) if client in shares else assignment
@@ -328,7 +333,7 @@ class TrainingStage:
     tasks: TasksOfRound
     group: str = SUPERNET
     eligible: np.ndarray | None = None
-    score: Callable[[RunState], Sequence[Task]] = lambda _state: ()
+    score: Callable[[RunState], Sequence[Task]] = _unscored
     beside: Callable[[RunState], Sequence[Task]] = lambda _state: ()
     after: Callable[[RunState, Plan, RoundResult], RunState] = lambda state, _plan, _result: state
     keep: Callable[[RunState], Sequence[KeptModel]] = lambda _state: ()
@@ -355,6 +360,11 @@ class TrainingStage:
         self.warnings = TrainingWarnings(world, name, noise=config.privacy.noise > 0)
         self.stop = world.config.stop
         self.may_end_early = self.stop.is_set and config.evaluate_every > 0
+        if self.may_end_early and self.score is _unscored and config.asynchronous is not None:
+            raise ValueError(
+                f"{self.rules.key}.asynchronous={config.asynchronous}: clients of {name} score their own models, and "
+                "every round has the scores of other clients, so stop.* cannot end it; leave one of both out"
+            )
         self.selection = Selection(
             *(world, name, self.population, self.rules.selection, config.clients_per_round, config.epochs)
         )

@@ -22,7 +22,7 @@ from typing import Any
 
 from fedloom.platform.federation.algorithm import Row
 from fedloom.platform.federation.config import TrackingConfig
-from fedloom.platform.federation.event_files import scalars
+from fedloom.platform.federation.event_files import FINAL, scalars
 from fedloom.platform.results.files import read_json, within, write_atomically
 from fedloom.platform.results.paths import RunPaths
 from fedloom.platform.results.tables import read_runs
@@ -118,7 +118,8 @@ def _history(paths: RunPaths, first: int) -> Iterator[tuple[int, Mapping[str, fl
     judged = any(config["stop"]["patience"] is not None or config["stop"]["target"] is not None for config in configs)
     rows_of: dict[int, list[Row]] = {step: [("rounds", row)] for step, row in enumerate(records["rounds"])}
     for row in records["evaluations"]:
-        round_ = row["round"] - (judged and row["client_id"] is None and row["round"] > 0)
+        scored_after = judged and row["client_id"] is None and row["stage"] != FINAL
+        round_ = row["round"] - (scored_after and row["round"] > 0)
         step = steps.get((row["stage"], round_), last_of_stage.get(row["stage"]))
         if step is not None:
             rows_of[step].append(("evaluations", row))

@@ -59,6 +59,7 @@ from fedloom.platform.settings import ONE_OR_MORE, POSITIVE, ZERO_OR_MORE, Compo
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.capabilities import with_subspaces
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights, extract, subspace_id
+from fedloom.tiers.budgets import least_share
 from fedloom.tiers.costs import size_of
 
 if TYPE_CHECKING:
@@ -217,15 +218,17 @@ def supernet_stage(world: World, config: SupernetConfig, statistics: str) -> Tra
     with_subspaces(world.space, "fedoras")
     sizes, limit = communication_limit(world.space, config.communication.unit, config.communication.value)
     sizes_by_tier = [world.tasks.table(sizes, tier) for tier in range(len(world.tiers))]
-    # A tier whose clients could not train any path is refused before anything is written.
+    # A tier whose clients could not train any path, in a round of the least budget, is refused before anything is
+    # written.
     for tier, sizes, costs in zip(world.tiers, sizes_by_tier, world.costs_by_tier, strict=True):
         if tier.upper < costs.smallest:
             raise ValueError(
                 f"{tier.name} may spend {tier.upper:.6g} {costs.measure}, the smallest path costs "
                 f"{costs.smallest:.6g}: raise its upper bound"
             )
-        subspace = sample_subspace(sizes, limit, stream(0, "check"), costs, tier.upper)
-        path_sampler(config.paths, costs, subspace, tier.upper)
+        least = max(least_share(world.budget) * tier.upper, costs.cost(world.space.cheapest(costs)))
+        subspace = sample_subspace(sizes, limit, stream(0, "check"), costs, least)
+        path_sampler(config.paths, costs, subspace, least)
     rules = rules_of(config, "method.train")
     refuse_extra_passes(rules.local, "method.train")
 

@@ -38,7 +38,8 @@ def travelling(module: nn.Module) -> dict[str, Tensor]:
 
 def load_sent(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Loads copies of exchanged tensors into a module, whose constants stay; RuntimeError if the names differ."""
-    constants = {name: tensor for name, tensor in module.state_dict().items() if name not in travelling(module)}
+    sent = travelling(module)
+    constants = {name: tensor for name, tensor in module.state_dict().items() if name not in sent}
     module.load_state_dict({**constants, **{name: tensor.clone() for name, tensor in weights.items()}})
 
 

@@ -80,7 +80,7 @@ class TcnDesign:
     def build_stem(self) -> nn.Module:
         """Embedding and dropout."""
         dropout = self.dropout if self.embedding_dropout is None else self.embedding_dropout
-        return Embedding(self.num_classes, self.embedding_size, dropout)
+        return Embedding(self.num_classes, self.embedding_size, dropout, self.tied)
 
     def build_block(self, stage: int, block: int, width: int) -> nn.Module:
         """One temporal block."""
@@ -102,15 +102,23 @@ class TcnDesign:
 class Embedding(nn.Module):
     """Tokens (N, T) -> (N, C, T)."""
 
-    def __init__(self, vocabulary: int, size: int, dropout: float) -> None:
+    def __init__(self, vocabulary: int, size: int, dropout: float, tied: bool) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, size)
+        self.embedding = (TiedEmbedding if tied else nn.Embedding)(vocabulary, size)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embedded tokens, channels first."""
         y: Tensor = self.dropout(self.embedding(x)).transpose(1, 2)
         return y
+
+
+class TiedEmbedding(nn.Embedding):
+    """An embedding whose weights are the decoder's, too: those of an embedding alone would begin with huge logits."""
+
+    def initialise_own(self, tensors_by_name: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        """Normal weights of standard deviation .01, as in the authors' code (Bai et al. 2018)."""
+        tensors_by_name["weight"].normal_(std=0.01, generator=generator)
 
 
 class Decoder(nn.Module):

@@ -25,6 +25,7 @@ def test_a_typo_is_told_with_what_was_meant(command: str, mistake: str, capsys: 
 def test_a_number_is_neither_true_nor_false() -> None:
     config = compose_config(["executor.resident=1", "dry_run=yes", "tensorboard=${dry_run}", "space.tied=null"])
     assert (config.executor.resident, config.dry_run, config.tensorboard, config.space.tied) == (True, True, True, None)
+    assert compose_config(["method=transfer", "method.start_from=1.10"]).method.start_from == "1.10"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"^executor\.resident=2: must be true or false$"):
         compose_config(["executor.resident=2"])
     with pytest.raises(ValueError, match=r"^method\.train\.rounds=true: must be an int$"):

@@ -48,6 +48,31 @@ def supernet_state(world: World, seed: int = 1) -> RunState:
 # -- stage 1: the supernet --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("budget", "least"),
+    [
+        (BudgetConfig("static"), 1.0),
+        (BudgetConfig("schedule", factors=[1.0, 0.1]), 0.1),
+        (BudgetConfig("trace", states=[["idle", 1.0, 1.0], ["never", 0.01, 0.0]]), 1.0),
+    ],
+)
+def test_a_round_of_the_least_budget_has_a_path_or_the_run_is_refused(
+    tiny_config: Make, monkeypatch: pytest.MonkeyPatch, budget: BudgetConfig, least: float
+) -> None:
+    seen = list[float]()
+    original = fedoras.sample_subspace
+
+    def watched(*arguments: Any) -> Subspace:
+        seen.append(arguments[-1])
+        return original(*arguments)
+
+    monkeypatch.setattr(fedoras, "sample_subspace", watched)
+    world = build_world(tiny_config(tiers=TiersConfig(count=2, paths=100, budget=budget)))
+    build_stages(world)
+    cheapest = [costs.cost(world.space.cheapest(costs)) for costs in world.costs_by_tier]
+    assert seen == [max(least * tier.upper, low) for tier, low in zip(world.tiers, cheapest, strict=True)]
+
+
 def bytes_of_kept(world: World, kept: list[tuple[int, ...]]) -> int:
     """All tensors of the fixed part and of every kept operator."""
     used = {(layer, option) for layer, options in enumerate(kept) for option in options}

@@ -259,6 +259,16 @@ def test_silos_that_train_on_their_validation_data_cannot_be_judged(
     )
 
 
+def test_silos_that_answer_whenever_they_are_done_cannot_be_judged(
+    silo_config: Callable[..., RunConfig], refused: Callable[[RunConfig], str]
+) -> None:
+    train = SiloTrainingConfig(evaluate_every=1, use_validation=False, asynchronous="fedbuff", arrivals=2)
+    assert refused(replace(silo_config(APFLConfig(train=train)), stop=StopConfig(patience=2))) == (
+        "method.train.asynchronous=fedbuff: clients of apfl score their own models, and every round has the scores of "
+        "other clients, so stop.* cannot end it; leave one of both out"
+    )
+
+
 def test_keys_of_an_early_end_without_one_are_named(tiny_config: Tiny) -> None:
     lines = [*keys_without_effect(fedavg(tiny_config, StopConfig("loss", weights="last")))]
     assert lines == [

@@ -1,5 +1,6 @@
 """Elastic temporal convolutional networks: causal, weight-normed on their slices, tied or not, and reproducible."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,15 @@ def test_fresh_weights_are_their_direction() -> None:
     for row, length in zip(direction, magnitude.flatten().tolist(), strict=True):
         assert row.norm().item() == pytest.approx(length)
     assert not weights["stages.0.0.conv1.bias"].any()
+
+
+def test_a_tied_network_starts_at_the_loss_of_guessing() -> None:
+    space = ElasticSpace(replace(TIED, num_classes=500))
+    module = space.build_subnet(space.largest).eval()
+    module.load_state_dict(space.initial_weights(torch_stream(1, "test")))
+    tokens = torch.randint(500, (4, 12), generator=torch_stream(2, "test"))
+    loss = torch.nn.functional.cross_entropy(module(tokens), tokens.roll(-1, 1))
+    assert loss.item() == pytest.approx(math.log(500), rel=0.01)
 
 
 def test_only_a_change_of_width_needs_a_shortcut() -> None:

@@ -21,10 +21,10 @@ from fedloom.platform.federation.event_files import scalars
 from fedloom.platform.federation.loop import InterruptedRunError, RoundProgress
 from fedloom.platform.federation.stopping import StopConfig
 from fedloom.platform.federation.tracker_process import in_a_line
-from fedloom.platform.federation.trackers import TrackedRun, Trackers
+from fedloom.platform.federation.trackers import TrackedRun, Trackers, _history
 from fedloom.platform.federation.training_config import TrainingConfig
 from fedloom.platform.methods.fedavg import FedAvgConfig
-from fedloom.platform.results.paths import RunPaths, list_runs
+from fedloom.platform.results.paths import RunPaths, find_run, list_runs
 from fedloom.platform.results.tables import read_runs
 from fedloom.platform.results.writer import RunWriter
 from fedloom.platform.runs.run import RunIdentity, Watcher, make_serial, resume_run, start_run
@@ -282,6 +282,13 @@ def test_scores_after_a_round_are_at_its_step_whether_they_are_sent_at_once_or_l
     resume_run(config, "later", make_serial)
     assert curves_of(told(fake, "step"))["fedavg/validation/accuracy"] == at_once
     assert [*at_once] == [0, 1, 2]
+
+
+def test_final_scores_are_at_their_models_steps_in_a_run_that_may_end_early(tiny_config: Tiny, fake: Path) -> None:
+    config = tiny_config(tracking=TrackingConfig(["wandb"]), stop=StopConfig(patience=9))
+    run_id = start_run(config, make_serial)
+    at_once = {step["step"]: step["values"].keys() for step in told(fake, "step")}
+    assert {step: values.keys() for step, values in _history(find_run(Path(config.results), run_id), 0)} == at_once
 
 
 def test_a_missing_package_is_refused_before_anything_is_written(
