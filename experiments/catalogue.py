@@ -1,6 +1,7 @@
 """`fedloom keys` and `fedloom plugins`: every configuration key, and all code that can be chosen by name."""
 
 import inspect
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -141,7 +142,9 @@ def _below(screen: Console, text: str) -> None:
 
 
 def _as_json(setting: Setting) -> dict[str, Any]:
-    values = {"key": setting.key, "type": setting.kind, "default": setting.default}
+    # JSON has no infinity.
+    default = written(setting.default) if setting.default == math.inf else setting.default
+    values = {"key": setting.key, "type": setting.kind, "default": default}
     return {**values, "allowed": setting.allowed or None, "help": setting.help}
 
 

@@ -244,6 +244,8 @@ def _composed(experiment: str | None, changes: Mapping[str, Any]) -> Iterator[tu
     if experiment is None and not changes:
         raise ValueError('give a preset, such as fl.run("fedavg_digits"), or values of a configuration')
     preset = [] if experiment is None else [f"experiment={experiment}"]
+    if changes.get("experiment") == RunConfig.experiment:  # of a run that had no preset
+        changes = {key: value for key, value in changes.items() if key != "experiment"}
     with ExitStack() as stack:
         with _in_one_line():
             names = stack.enter_context(names_in(changes))

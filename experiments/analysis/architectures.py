@@ -55,7 +55,12 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
 
 
 def decoded(tables: Tables, run_id: str, architecture: str) -> str:
-    """An architecture of a run in words; see `decoder`."""
+    """An architecture of a run, given the beginning of its id, in words; see `decoder`."""
+    matching = [known for known in tables.runs["run_id"] if known.startswith(run_id)]
+    if run_id not in matching:
+        if len(matching) != 1:
+            raise ValueError(f"{len(matching)} runs in the tables have ids that begin with {run_id!r}: give one's id")
+        run_id = matching[0]
     return decoder(configuration(tables, run_id))(architecture)
 
 

@@ -207,10 +207,10 @@ def find_run(root: Path, word: str) -> RunPaths:
 
 
 def find_runs(root: Path, word: str) -> list[RunPaths]:
-    """The only run whose id is, or begins with, `word`; else the only run of this name; else all runs with this tag.
+    """The only run whose id is, or begins with, `word`, the only run of this name, or all runs with this tag.
 
-    Names are read only if no id begins with `word`. Raises ValueError like `find_run`, but not for a tag of several
-    runs.
+    A word that begins with a digit, as dated ids do, is first taken for the beginning of an id, others for a name or
+    tag. Raises ValueError like `find_run`, but not for a tag of several runs.
     """
     if not word:  # every id begins with ''; a shell variable may be unset
         raise ValueError("'' names no run: give an id, the beginning of one, a name or a tag")
@@ -218,21 +218,22 @@ def find_runs(root: Path, word: str) -> list[RunPaths]:
     if len(matching) == 1:
         return matching
     runs = list_runs(root)
-    matching = matching or [run for run in runs if run.run_id.startswith(word)]
-    if len(matching) > 1:
-        raise ValueError(f"run {word!r} could be any of {_latest(matching)}: give more of its id")
-    if matching:
-        return matching
+    begun = matching or [run for run in runs if run.run_id.startswith(word)]
+    named = [] if begun and word[0].isdigit() else _named(root, runs, word)
+    if not named and len(begun) > 1:
+        raise ValueError(f"run {word!r} could be any of {_latest(begun)}: give more of its id")
+    if not (named or begun):
+        raise ValueError(f"no run {word!r} under {root}; known runs: {_latest(runs)}")
+    return named or begun
+
+
+def _named(root: Path, runs: Sequence[RunPaths], word: str) -> list[RunPaths]:
+    """The only run of this name, otherwise the runs with this tag; ValueError if several runs have this name."""
     names = named_runs(root)
     called = [run for run in runs if names.get(run.run_id, NO_NAMES).name == word]
     if len(called) > 1:
         raise ValueError(f"{word!r} is the name of {_latest(called)}: give the id of one of them")
-    if called:
-        return called
-    tagged = [run for run in runs if word in names.get(run.run_id, NO_NAMES).tags]
-    if not tagged:
-        raise ValueError(f"no run {word!r} under {root}; known runs: {_latest(runs)}")
-    return tagged
+    return called or [run for run in runs if word in names.get(run.run_id, NO_NAMES).tags]
 
 
 def _experiments(root: Path) -> Iterator[tuple[str, Path]]:

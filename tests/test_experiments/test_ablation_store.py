@@ -281,6 +281,9 @@ def test_what_may_be_an_ablation_or_a_run_is_refused_with_both(tmp_path: Path) -
     assert meant_ablation(tmp_path, "best") is None
     with pytest.raises(ValueError, match="'2026' could be any of"):
         meant_ablation(tmp_path, "2026")  # what begins ids means them, whatever names there are
+    write_ablation(tmp_path, make_ablation(ablation_id="best-of-all"))
+    assert meant_ablation(tmp_path, "best") is None, "a name, if it cannot be a date"
+    assert meant_ablation(tmp_path, "best-") is not None
 
 
 # -- how trials stand --------------------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ def test_both_print_text_or_one_json_object(capsys: pytest.CaptureFixture[str]) 
     code, out, _ = run(capsys, "keys", "data.alpha", "--json")
     (found,) = json.loads(out)["keys"]
     assert (found["key"], found["type"], found["default"]) == ("data.alpha", "float", 1.0)
+    code, out, _ = run(capsys, "keys", "executor.client_timeout_s", "executor.client_timeout_s=inf", "--json")
+    assert json.loads(out, parse_constant=lambda name: f"no JSON: {name}")["keys"][0]["default"] == "inf"
     code, out, _ = run(capsys, "keys", "method.train.lr")
     assert "method.* are those of fedoras, the default method; for another: fedloom keys method.train.lr method=" in out
     assert "fedoras" not in run(capsys, "keys", "method.train.lr", "method=fedavg")[1]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 import fedloom as fl
 from fedloom.experiments.cli import main
-from fedloom.experiments.python import overrides_of
+from fedloom.experiments.python import _composed, overrides_of
 
 TRAIN = {"rounds": 2, "clients_per_round": 3, "epochs": 1, "batch_size": 16, "evaluate_every": 0}
 TINY: dict[str, Any] = {
@@ -28,6 +29,13 @@ def on_the_command_line(folder: Path, experiment: str, changes: dict[str, Any]) 
     with pytest.raises(SystemExit) as ended:
         main(["run", f"experiment={experiment}", *overrides_of(changes), f"results={folder}"])
     return ended.value.code
+
+
+def test_what_a_run_was_composed_of_composes_it_again() -> None:
+    for changes in ({}, {"experiment": "custom"}):
+        given = {"method": "fedavg", **TINY, "method.train.rounds": 3, **changes}
+        with _composed(None, given) as (_, config), _composed(None, asdict(config)) as (_, again):
+            assert again == config
 
 
 def test_importing_fedloom_imports_neither_torch_nor_ray() -> None:

@@ -47,4 +47,7 @@ def test_the_space_of_a_run_is_that_of_its_configuration(runs: Any) -> None:
     writer = runs.begin("r1", 1)
     writer.update_run(config=json.dumps({"space": {"name": "cnn_digits"}}))
     writer.close()
-    assert analysis.decoded(analysis.load(runs.root), "r1", "8-8-8-2-4") == "3× identity, ds(3,1), mb(1,2)"
+    tables = analysis.load(runs.root)
+    assert {analysis.decoded(tables, run, "8-8-8-2-4") for run in ("r1", "r")} == {"3× identity, ds(3,1), mb(1,2)"}
+    with pytest.raises(ValueError, match=r"^0 runs in the tables have ids that begin with 'r2': give one's id$"):
+        analysis.decoded(tables, "r2", "8-8-8-2-4")
