@@ -135,7 +135,9 @@ def leave_finished(config: RunConfig, run_id: str, *, take_over: bool = False) -
             rows.replace([{**rows.read_last().to_pylist()[0], **config.names.columns()}])
             manifest.settle()
             write_names(paths.artifacts, config.names)
-        if not says_done(paths.status):  # its process was killed before it wrote so, or the file was damaged since
+        # Other machines replace their copies, and so the old names, only if the status is later. It does not say done
+        # if the run's process was killed before it wrote so, or the file was damaged since.
+        if is_renamed or not says_done(paths.status):
             StatusFile(paths.status).write("done")
         mirror_run(config.results, paths, ownership)
     return config.names if is_renamed else None

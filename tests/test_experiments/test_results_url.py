@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.results.copies import fetch
 from fedloom.platform.results.paths import find_run, list_runs
 from fedloom.platform.results.store import local_root
+from fedloom.platform.runs.resuming import leave_finished
 from fedloom.platform.runs.run import make_serial, start_run
 
 
@@ -86,6 +88,19 @@ def test_resuming_names_the_url_again(
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "b"))
     out = said(capsys, "resume", run_id, "executor.kind=serial", "--results", url)
     assert f"fedloom report {run_id} --results {url}" in out
+
+
+def test_names_given_on_another_machine_reach_the_one_that_ran_the_run(
+    tmp_path: Path, tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(results=f"file://{tmp_path}/bucket/results", name="first", dry_run=True)
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "a"))
+    run_id = start_run(config, make_serial)
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "b"))
+    fetch(config.results)
+    leave_finished(replace(config, name="second"), run_id)
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "a"))
+    assert stored_config(config.results, "second")[1].name == "second"
 
 
 def test_a_url_that_leads_nowhere_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
