@@ -18,7 +18,7 @@ from fedloom.platform.results.files import (
     read_file,
     write_atomically,
 )
-from fedloom.platform.results.paths import list_runs, named_runs
+from fedloom.platform.results.paths import find_named, list_runs
 
 FOLDER = "ablations"
 PLAN = "ablation.json"
@@ -260,14 +260,14 @@ def find_ablation(root: Path, word: str) -> Ablation:
 
 
 def meant_ablation(root: Path, word: str) -> Ablation | None:
-    """The ablation that `word` means: its id, or the beginning of its id; None if it means runs, as a tag may.
+    """The ablation that `word` means: its id, or the beginning of its id; None if it means runs, as any name does.
 
     Raises ValueError if several ablations, or an ablation and runs that are not its trials, have this prefix.
     """
     beginning = ablation_ids(root, word)
     if not beginning or word in beginning:
         return read_ablation(root / FOLDER / word) if beginning else None
-    if not word[0].isdigit() and any(names.has(word) for names in named_runs(root).values()):
+    if find_named(root, word):
         return None
     # The ids of an ablation's trials begin with its own id.
     ids = [run.run_id for run in list_runs(root) if run.run_id.startswith(word)]

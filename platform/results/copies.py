@@ -43,6 +43,7 @@ from fedloom.platform.results.paths import (
     STATE_FILE,
     Names,
     RunPaths,
+    is_like_an_id,
     parse_names,
 )
 from fedloom.platform.results.store import (
@@ -274,7 +275,11 @@ class _Fetch:
             return everything
         run_ids = [run_id for run_id in self.target.folders(ARTIFACTS) if run_id.startswith(tuple(words))]
         # Runs without artefacts, or given by a name or a tag, are only found among all files.
-        if len(run_ids) > _MOST_ALONE or not all(any(run_id.startswith(word) for run_id in run_ids) for word in words):
+        are_ids = all(
+            word in run_ids or (is_like_an_id(word) and any(run_id.startswith(word) for run_id in run_ids))
+            for word in words
+        )
+        if len(run_ids) > _MOST_ALONE or not are_ids:
             return everything
         folders: list[str] = []
         try:
@@ -289,8 +294,8 @@ class _Fetch:
     def _meant(
         self, listed: Mapping[str, Mapping[str, RemoteFile]], words: Sequence[str], names: dict[str, Names]
     ) -> list[str]:
-        """The runs whose ids begin with a word, and those with a name or tag that begins no id; `names` is a cache."""
-        others = [word for word in words if not any(run_id.startswith(word) for run_id in listed)]
+        """The runs whose ids begin with a word, and those with a name or tag that is no id; `names` is a cache."""
+        others = [word for word in words if word not in listed and not is_like_an_id(word)]
         for run_id, files in listed.items() if others else ():
             if run_id not in names:
                 content = self._read(f"{ARTIFACTS}/{run_id}/{NAMES}", files)

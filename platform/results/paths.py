@@ -25,7 +25,7 @@ LONGEST_RUN_ID = 140
 _EXPERIMENT, _RUN = "experiment=", "run_id="
 _DATED = re.compile(r"\d{8}-\d{6}")
 _LIKE_AN_ID = re.compile(r"\d{8}-(\d{0,6}|\d{6}-.*)")
-"""What could begin a run id, such as 20261122-113000-: no name or tag, because the beginning of an id means its run."""
+"""What could begin a dated run id, such as 20261122-113000-."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,13 @@ def check_names(name: str | None, tags: Sequence[str]) -> None:
     for kind, words in (("name", [name] if name is not None else []), ("tag", tags)):
         for word in words:
             check_name(kind, word)
-            if _LIKE_AN_ID.fullmatch(word):
+            if is_like_an_id(word):
                 raise ValueError(f"{kind} {word!r} is like the beginning of a run's id: begin it with a letter")
+
+
+def is_like_an_id(word: str) -> bool:
+    """Whether the word could begin a dated run id, and so is no name or tag, which would hide that run."""
+    return _LIKE_AN_ID.fullmatch(word) is not None
 
 
 def write_names(artifacts: Path, names: Names) -> None:
@@ -207,33 +212,37 @@ def find_run(root: Path, word: str) -> RunPaths:
 
 
 def find_runs(root: Path, word: str) -> list[RunPaths]:
-    """The only run whose id is, or begins with, `word`, the only run of this name, or all runs with this tag.
+    """The only run whose id is `word`; else those of `find_named`; else the only run whose id begins with `word`.
 
-    A word that begins with a digit, as dated ids do, is first taken for the beginning of an id, others for a name or
-    tag. Raises ValueError like `find_run`, but not for a tag of several runs.
+    Raises ValueError like `find_run`, but not for a tag of several runs.
     """
     if not word:  # every id begins with ''; a shell variable may be unset
         raise ValueError("'' names no run: give an id, the beginning of one, a name or a tag")
     matching = runs_called(root, word)
     if len(matching) == 1:
         return matching
+    if not matching and (called := find_named(root, word)):
+        return called
     runs = list_runs(root)
-    begun = matching or [run for run in runs if run.run_id.startswith(word)]
-    named = [] if begun and word[0].isdigit() else _named(root, runs, word)
-    if not named and len(begun) > 1:
-        raise ValueError(f"run {word!r} could be any of {_latest(begun)}: give more of its id")
-    if not (named or begun):
+    matching = matching or [run for run in runs if run.run_id.startswith(word)]
+    if len(matching) > 1:
+        raise ValueError(f"run {word!r} could be any of {_latest(matching)}: give more of its id")
+    if not matching:
         raise ValueError(f"no run {word!r} under {root}; known runs: {_latest(runs)}")
-    return named or begun
+    return matching
 
 
-def _named(root: Path, runs: Sequence[RunPaths], word: str) -> list[RunPaths]:
-    """The only run of this name, otherwise the runs with this tag; ValueError if several runs have this name."""
-    names = named_runs(root)
-    called = [run for run in runs if names.get(run.run_id, NO_NAMES).name == word]
+def find_named(root: Path, word: str) -> list[RunPaths]:
+    """The only run of this name; else all runs with this tag, which may be none.
+
+    Raises ValueError if several runs have the name.
+    """
+    names = {run_id: names for run_id, names in named_runs(root).items() if names.has(word)}
+    runs = [run for run in list_runs(root) if run.run_id in names] if names else []
+    called = [run for run in runs if names[run.run_id].name == word]
     if len(called) > 1:
         raise ValueError(f"{word!r} is the name of {_latest(called)}: give the id of one of them")
-    return called or [run for run in runs if word in names.get(run.run_id, NO_NAMES).tags]
+    return called or runs
 
 
 def _experiments(root: Path) -> Iterator[tuple[str, Path]]:

@@ -207,6 +207,7 @@ def test_runs_are_fetched_by_their_names_also_beside_one_that_is_meant_by_its_id
     url: str, machine: Machine, small_run: Any, bucket: Path
 ) -> None:
     called = {"r1": NO_NAMES, "r2": Names("best"), "r3": Names("r1", ("paper",)), "r4": Names("other")}
+    called["paper-0000"] = NO_NAMES
     for run_id, names in called.items():
         paths = small_run(run_id).paths
         write_names(paths.artifacts, names)
@@ -216,7 +217,7 @@ def test_runs_are_fetched_by_their_names_also_beside_one_that_is_meant_by_its_id
     for place, words, expected in (
         ("b", ["r1"], ["r1"]),  # an id, although it is the name of another
         ("c", ["r1", "best"], ["r1", "r2"]),
-        ("d", ["paper", "best"], ["r2", "r3"]),
+        ("d", ["paper", "best"], ["paper-0000", "r2", "r3"]),  # a tag, although an id begins with it
         ("f", ["none"], []),
     ):
         machine(place)
