@@ -237,7 +237,8 @@ def table(
     shape: SHAPE = None,
 ) -> TableSource:
     """Tables of numbers, vectors or images: CSV, Parquet, or a data set that Hugging Face's `datasets` saved."""
-    return find_table(_existing(config, path), Layout(x or (), y, client, size, grey, shape))
+    shared = {*AUGMENTATIONS.options_of(config.augment)}
+    return find_table(_existing(config, path), Layout(x or (), y, client, size, grey, shape), shared)
 
 
 def npz(
@@ -270,12 +271,14 @@ _BUILT_IN = (digits, cifar10, cifar100, synthetic, cinic10, shakespeare, ptb, sp
 DATASETS: Registry[DataSet] = Registry("data set", _Known({f.__name__: f for f in _BUILT_IN}), ("config",))
 
 
+def data_slots(config: DataConfig) -> dict[str, tuple[Registry[Any], str]]:
+    """The registries and the names chosen from them that share `data.options`, by key."""
+    return {"dataset": (DATASETS, config.dataset), "augment": (AUGMENTATIONS, config.augment)}
+
+
 def data_choices(config: DataConfig) -> tuple[ComponentSpec, ComponentSpec]:
     """Data set and augmentation with their options; ValueError with the key of an unknown one."""
-    slots: dict[str, tuple[Registry[Any], str]] = {
-        "dataset": (DATASETS, config.dataset),
-        "augment": (AUGMENTATIONS, config.augment),
-    }
+    slots = data_slots(config)
     for key, (slot, name) in slots.items():
         try:
             slot.find(name)

@@ -4,7 +4,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -124,7 +124,9 @@ class TableSource(Source):
     class_names: Sequence[str] = ()
     scale: float = 1
 
-    def __init__(self, files: Mapping[str, tuple[Path, ...]], layout: Layout, schema: pa.Schema) -> None:
+    def __init__(
+        self, files: Mapping[str, tuple[Path, ...]], layout: Layout, schema: pa.Schema, shared: Collection[str]
+    ) -> None:
         self.files, self.layout = files, layout
         holds = schema.field(layout.x[0]).type
         is_alone = len(layout.x) == 1
@@ -135,7 +137,7 @@ class TableSource(Source):
             self.kind = "features"
         ineffective, contents = (("shape",), "images") if self.kind == "image" else (("size", "grey"), "numbers")
         for key in ineffective:
-            if getattr(layout, key):
+            if getattr(layout, key) and key not in shared:
                 raise PluginError(f"{BLAME} data.options.{key} has no effect on columns of {contents}: leave it out")
         self.class_names, self._labels = self._codes(layout.y, _published_names(schema, layout.y))
         self._clients: dict[str, IntArray] = {}
@@ -326,8 +328,11 @@ def _size(encoded: bytes, where: str) -> tuple[int, int]:
         raise PluginError(f"{where} is not an image ({error})") from error
 
 
-def find_table(path: Path, layout: Layout) -> TableSource:
-    """The source of a file or folder; PluginError naming a file and the column that it lacks."""
+def find_table(path: Path, layout: Layout, shared: Collection[str] = ()) -> TableSource:
+    """The source of a file or folder; PluginError naming a file and the column that it lacks.
+
+    Options that are `shared` with the augmentation may be without effect here.
+    """
     files = find_files(path)
     first, *others = (file for of_part in files.values() for file in of_part)
     schema = _schema(first)
@@ -346,7 +351,7 @@ def find_table(path: Path, layout: Layout) -> TableSource:
                 raise PluginError(f"{BLAME} {file} has several columns {name}: give each a name of its own")
     if not x:
         raise PluginError(f"{BLAME} {first} has no column of inputs beside {' and '.join(named.values())}")
-    return TableSource(files, replace(layout, x=tuple(x)), schema)
+    return TableSource(files, replace(layout, x=tuple(x)), schema, shared)
 
 
 def _schema(file: Path) -> pa.Schema:

@@ -1,9 +1,10 @@
 """Finds configuration keys that do less or more than they seem to; logged at a run's start.
 
-Some were changed but have no effect given the others; some options are taken by several rules of a stage.
+Some were changed but have no effect given the others; some options are taken by several rules of a stage, or by data
+set and augmentation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial
 from operator import attrgetter, eq
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from fedloom.platform.data.config import WITH_ALPHA, DataConfig
 from fedloom.platform.data.dataset import Dataset
+from fedloom.platform.data.registry import data_slots
 from fedloom.platform.federation.config import (
     GENERATED,
     AttackConfig,
@@ -20,7 +22,7 @@ from fedloom.platform.federation.config import (
     TiersConfig,
 )
 from fedloom.platform.federation.selection import SELECTION_RULES
-from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig, named_rules
+from fedloom.platform.federation.training_config import Named, PrivacyConfig, TrainingConfig, named_rules
 from fedloom.platform.plugins import is_import_path
 from fedloom.platform.words import shown
 
@@ -103,8 +105,8 @@ NEEDS: dict[type, tuple[_Needs, ...]] = {
 def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
     """One line for every key of a configuration that differs from its default and has no effect.
 
-    And one for every option that several rules of a stage take. `key` is the configuration's own key, with a dot at its
-    end.
+    And one for every option that several rules of a stage, or data set and augmentation, take. `key` is the
+    configuration's own key, with a dot at its end.
     """
     for kind, needs in NEEDS.items():
         for need in needs if isinstance(config, kind) else ():
@@ -133,7 +135,9 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
     if isinstance(config, TrainingConfig) and config.optimizer_state == "kept" and _is_stateless(config):
         yield f"{key}optimizer_state=kept has no effect with {key}momentum=0.0: SGD without momentum has no state"
     if isinstance(config, TrainingConfig):
-        yield from _options_of_several(config, key)
+        yield from _options_of_several(named_rules(config), config.options, key)
+    if isinstance(config, DataConfig):
+        yield from _options_of_several(data_slots(config), config.options, key)
     if isinstance(config, TrainingConfig) and config.selection == "power_of_choice":
         yield from _without_choice(config, key)
     for field in fields(config):
@@ -141,10 +145,10 @@ def keys_without_effect(config: Any, key: str = "") -> Iterator[str]:
             yield from keys_without_effect(getattr(config, field.name), f"{key}{field.name}.")
 
 
-def _options_of_several(config: TrainingConfig, key: str) -> Iterator[str]:
-    """One line for every given option that several rules of the stage take."""
-    chosen = dict.fromkeys(named_rules(config).values())
-    for option, value in config.options.items():
+def _options_of_several(named: Named, options: Mapping[str, Any], key: str) -> Iterator[str]:
+    """One line for every given option that several of the named components take."""
+    chosen = dict.fromkeys(named.values())
+    for option, value in options.items():
         takers = [f"{registry.kind} {name}" for registry, name in chosen if option in registry.options_of(name)]
         if len(takers) > 1:
             yield f"{key}options.{option}={shown(value)} is an option of {' and of '.join(takers)}: each takes it"

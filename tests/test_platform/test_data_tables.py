@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
 from fedloom.platform.data import table_files
 from fedloom.platform.data.artefact import AnyArray
@@ -235,6 +238,18 @@ def test_bad_tables_are_one_line(tmp_path: Path, content: Any, options: Any, mes
     with pytest.raises(PluginError, match=message) as caught:
         opened(tmp_path, tmp_path / "t.csv", **options)
     assert "\n" not in str(caught.value)
+
+
+def shrink(x_B: Tensor, generator: torch.Generator, *, size: int = 2) -> Tensor:
+    return x_B / size
+
+
+def test_an_option_of_the_augmentation_is_allowed_where_the_table_has_no_use_for_it(tmp_path: Path) -> None:
+    pq.write_table(PLAIN, tmp_path / "t.parquet")
+    of_table = config(tmp_path, tmp_path / "t.parquet", y="rank", x=["height"], size=3)
+    with pytest.raises(PluginError, match=r"data\.options\.size has no effect on columns of numbers"):
+        prepare_dataset(of_table)
+    assert prepare_dataset(replace(of_table, augment=f"{__name__}:shrink")).exists()
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

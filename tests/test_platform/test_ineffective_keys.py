@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from fedloom.experiments.runs.configuration import compose_config, tell_of_attack
@@ -107,6 +108,18 @@ def test_an_option_that_several_rules_take_is_named_with_all_of_them() -> None:
         f"{__name__}:steps: each takes it"
     ]
     assert [*keys_without_effect(compose_config([*overrides[:2], overrides[-1]]))] == []
+
+
+def shrink(x_B: Tensor, generator: torch.Generator, *, size: int = 2) -> Tensor:
+    return x_B / size
+
+
+def test_an_option_that_data_set_and_augmentation_take_is_named_with_both() -> None:
+    data = ["data.dataset=folder", "+data.options.path=photos", "+data.options.size=8"]
+    overrides = ["experiment=fedavg_digits", *data, f"data.augment={__name__}:shrink"]
+    assert [*keys_without_effect(compose_config(overrides))] == [
+        f"data.options.size=8 is an option of data set folder and of augmentation {__name__}:shrink: each takes it"
+    ]
 
 
 @pytest.mark.parametrize(
