@@ -20,9 +20,8 @@ GROUPS = ("experiment", "method")
 ENDINGS = (".yaml", ".yml")
 """File endings of the user's own presets."""
 TEXT_KEYS = (
-    *("name", "tags", "results", "data.root", "data.cache", "tracking.project"),
-    *("method.start_from", "method.model"),
-)
+    "name", "tags", "results", "data.root", "data.cache", "tracking.project", "method.start_from", "method.model"
+)  # fmt: skip
 """The keys whose values are the user's own words, which may look like numbers: 2026_08_07 and 1.10."""
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[+-]?\d[\d_]*)?|[+-]?inf|nan", re.IGNORECASE)
 """What Hydra may read as a number."""

@@ -252,9 +252,8 @@ class DistilledLoss:
             return hard
         assert self.teacher is not None, "the teacher passes first"
         t = self.temperature
-        return (1 - self.weight) * hard + self.weight * t * t * taught_loss(
-            objective, outputs, self.teacher, targets, t
-        )
+        taught = taught_loss(objective, outputs, self.teacher, targets, t)
+        return (1 - self.weight) * hard + self.weight * t * t * taught
 
 
 def check_objective(choice: ComponentSpec, targets: Any, num_classes: int, outputs: Any = None) -> None:

@@ -143,9 +143,8 @@ class OpenSubnets(Shrinking):
             return outputs
 
         def loss(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
-            return objective.loss(outputs, targets) + self.teaching * taught_loss(
-                objective, outputs, answers[0], targets
-            )
+            taught = taught_loss(objective, outputs, answers[0], targets)
+            return objective.loss(outputs, targets) + self.teaching * taught
 
         return replace(network, forward=forward, loss=loss)
 
