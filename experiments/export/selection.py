@@ -72,10 +72,13 @@ def choose(paths: RunPaths, world: World, wanted: Wanted) -> Chosen:
     check_wanted(wanted)
     if world.config.dry_run:
         raise ValueError(f"run {paths.run_id} was a dry run: it trained nothing that could be exported")
-    if method_of(world.config.method).kind == "silos":
+    method, name = method_of(world.config.method), world.config.method.name
+    if method.kind == "silos" and method.own == "nothing":
+        raise ValueError(f"run {paths.run_id} keeps no model that could be exported (method {name})")
+    if method.kind == "silos":
         raise ValueError(
-            f"run {paths.run_id} trained networks that stay with their silos (method {world.config.method.name}); they "
-            "lie in its checkpoint, client by client, and are not exported"
+            f"run {paths.run_id} trained networks that stay with their silos (method {name}); they lie in its "
+            "checkpoint, client by client, and are not exported"
         )
     tiers = [t.name for t in world.tiers]
     if wanted.tier is not None and wanted.tier not in tiers:

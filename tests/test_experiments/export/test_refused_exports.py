@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 from fedloom.experiments.cli import main
 from fedloom.experiments.export import export as exporting
 from fedloom.experiments.export.export import export
-from fedloom.experiments.export.selection import Wanted
+from fedloom.experiments.export.selection import Wanted, choose
 from fedloom.platform.clients.scoring import scored_subnet
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import World, build_world
+from fedloom.platform.methods.ditto import DittoConfig
+from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
 from fedloom.platform.results.manifest import manifest_path
-from fedloom.platform.results.paths import list_runs
+from fedloom.platform.results.paths import list_runs, run_paths
 from fedloom.platform.runs import run as run_module
 from fedloom.platform.runs.run import make_serial, start_run
 
@@ -81,6 +84,21 @@ def test_a_dry_run_has_nothing_to_export(
     run_id = start_run(tiny_config(results=str(tmp_path / "dry"), dry_run=True), make_serial)
     line = refused([run_id, "--architecture", "0-1-0", "--results", str(tmp_path / "dry"), "--out", str(out)], capsys)
     assert line.endswith(f"run {run_id} was a dry run: it trained nothing that could be exported")
+
+
+@pytest.mark.parametrize(
+    ("method", "line"),
+    [
+        (DittoConfig(), r"^run r1 trained networks that stay with their silos \(method ditto\); they lie in its check"),
+        (LocalAdaptationConfig(), r"^run r1 keeps no model that could be exported \(method local_adaptation\)$"),
+    ],
+)
+def test_methods_for_silos_say_where_their_networks_are(
+    method: Any, line: str, tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    world: Any = SimpleNamespace(config=tiny_config(method=method))
+    with pytest.raises(ValueError, match=line):
+        choose(run_paths(tmp_path, "e", "r1"), world, Wanted())
 
 
 def test_other_data_than_the_run_s_is_refused(runs: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
