@@ -1,10 +1,11 @@
 """Output that all commands share: exit codes, lines for people, tables and JSON."""
 
 import json
+import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +117,16 @@ def where(results: str | Path) -> str:
 
 
 def write_json(value: object) -> None:
-    """Prints a value as JSON on one line."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    """Prints a value as JSON on one line, with null for numbers that are not finite, which JSON does not have."""
+    sys.stdout.write(json.dumps(_finite(value), allow_nan=False) + "\n")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return [*map(_finite, value)] if isinstance(value, list | tuple) else value
 
 
 def show_facts(facts: dict[str, Any], as_json: bool) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
+from math import inf, nan
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,6 +27,7 @@ from fedloom.experiments.terminal import (
     OK,
     of_run_end,
     show_facts,
+    write_json,
 )
 from fedloom.platform.federation.loop import AT_ONCE, RoundProgress, Validated
 from fedloom.platform.runs.logs import as_bytes, as_time, round_line
@@ -115,6 +117,11 @@ def test_a_large_number_is_written_without_an_exponent(capsys: pytest.CaptureFix
         " tier upper bounds   301,469  1,286,984",
         " largest difference  6.5e-07",
     ]
+
+
+def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    write_json({"mean": nan, "values": (1.0, inf), "runs": [{"loss": -inf}], "name": "inf"})
+    assert capsys.readouterr().out == '{"mean": null, "values": [1.0, null], "runs": [{"loss": null}], "name": "inf"}\n'
 
 
 def test_resume_says_which_keys_may_change() -> None:
