@@ -557,7 +557,8 @@ def _gaps_of_scores(run: Tables, named: Callable[[Sequence[int]], str], num_silo
     if len(trained) and untrained:
         model = "the shared model has learned nothing from the data there"
         if traits_of(run, run_id).get("own") == "model":
-            model = "the personal score there is that of the shared model"
+            # Tensors that no silo sends, such as FedPer's personal layers, are as the server initialised them.
+            model = "the personal score there is that of the shared model, with initial values for what is never shared"
         elif traits_of(run, run_id).get("own") == "cells":
             model = "the personal score there is that of the shared base with cells that were never trained"
         selected = set(trained["client_id"].dropna())

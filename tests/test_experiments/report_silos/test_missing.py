@@ -10,6 +10,8 @@ from fedloom.experiments.analysis.tables import load
 from fedloom.experiments.report.runs import write_report
 from fedloom.experiments.report.silos import missing_of_silos
 
+OF_SHARED = "the personal score there is that of the shared model, with initial values for what is never shared"
+
 
 def said_of(silos: Any, run_id: str = "r1") -> str:
     tables = load(silos.root, [run_id])
@@ -43,8 +45,9 @@ def test_when_all_failed_nothing_was_measured(silos: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "model", "consequence"),
     [
-        ("spider", "personal", "the personal score there is that of the shared model"),
-        ("ditto", "personal", "the personal score there is that of the shared model"),
+        ("spider", "personal", OF_SHARED),
+        ("ditto", "personal", OF_SHARED),
+        ("fedproto", "personal", OF_SHARED),
         ("fedpnas", "personal", "score there is that of the shared base with cells that were never trained"),
         ("fednas", "global", "the shared model has learned nothing from the data there"),
         ("knn_per", "personal", "the shared model has learned nothing from the data there"),
