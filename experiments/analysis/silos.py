@@ -17,6 +17,7 @@ from fedloom.experiments.analysis.tables import (
     SILOS,
     Tables,
     configuration,
+    is_dry,
     only,
     real_rounds,
     rounds_by_stage,
@@ -328,7 +329,7 @@ class SiloSummary:
     own model); gain (mean personalisation gain);
     parameters and macs (means over the silos' models); peak_memory_bytes (maximum over silos in training);
     bytes_per_round (received and sent, per silo); wall_s (of all training rounds); architectures (number of distinct
-    architectures of the silos).
+    architectures of the silos). A dry run has neither memory nor wall time.
     """
 
     setting: Setting
@@ -379,4 +380,6 @@ def _run_values(run: Tables) -> dict[str, float | None]:
         "wall_s": rounds["wall_s"].sum(min_count=1),
         "architectures": architectures or None,
     }
+    if is_dry(run, run.paths[0].run_id):  # these are of the counting, not of a training
+        values |= {"peak_memory_bytes": None, "wall_s": None}
     return {name: None if value is None or pd.isna(value) else float(value) for name, value in values.items()}

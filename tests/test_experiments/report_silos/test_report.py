@@ -87,9 +87,10 @@ def test_a_search_that_ended_too_early_is_said(silos: Any) -> None:
 def test_a_dry_run_shows_what_it_counted_and_says_that_nothing_was_trained(silos: Any) -> None:
     writer = silos.begin("r1", dry_run=True)
     work = {"clients_planned": 3, "bytes_down": 30, "bytes_up": 60, "macs": 9, "simulated_s": 1.0}
-    writer.add("rounds", stage="spider", round=0, **work)
-    writer.add("clients", stage="spider", round=0, client_id=0, status="ok")
+    writer.add("rounds", stage="spider", round=0, wall_s=1.5, **work)
+    writer.add("clients", stage="spider", round=0, client_id=0, status="ok", peak_memory_bytes=1000)
     writer.close()
+    assert {name for name, value in silos.values("r1").items() if value is not None} == {"bytes_per_round"}
     files = write_report(silos.root)
     assert [p.stem for p in files.plots if p.suffix == ".png"] == ["communication"]
     assert "dry run" in " ".join(files.missing)
