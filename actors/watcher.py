@@ -62,16 +62,18 @@ def watched(folder: Path) -> Iterator[None]:
     )
     _WATCHERS.append(process)
     try:
-        yield
+        try:
+            yield
+        finally:  # also if Ray's start has failed, so that what this process starts later is not taken for Ray's
+            assert process.stdin is not None
+            ours = {each.pid for each in known} | {process.pid}
+            rays = sorted(child for child in children([this_process()]) if child.pid not in ours)
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(rays).encode())
+                process.stdin.flush()
     except BaseException:
         unwatch()
         raise
-    assert process.stdin is not None
-    ours = {each.pid for each in known} | {process.pid}
-    rays = sorted(child for child in children([this_process()]) if child.pid not in ours)
-    with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(rays).encode())
-        process.stdin.flush()
 
 
 _WATCHERS: list[subprocess.Popen[bytes]] = []
@@ -92,20 +94,22 @@ def watch(folder: Path, driver: Process, before: Collection[Process], pipe: int 
     path = folder / f"{driver.pid}-{driver.started}.json"
     roots, known, written, is_ready = set[Process](), set[Process](), set[Process](), False
     apart = {process.pid for process in (*before, this_process())}
+    wait_s = 0.0  # what was said while this process started comes first
     while True:
-        if not is_ready:  # until the driver says which of its children are Ray's
-            roots |= {child for child in children([driver]) if child.pid not in apart}
-        known = descendants(known | roots)
-        if known != written:
-            _write(path, driver, known)
-            written = known
-        if select.select([pipe], [], [], EVERY_S)[0]:
+        if select.select([pipe], [], [], wait_s)[0]:
             if not (said := os.read(pipe, 1 << 16)):
                 break
             is_ready, roots = True, {Process(*child) for child in json.loads(said)}
             apart |= {root.pid for root in roots}
             later = descendants([child for child in children([driver]) if child.pid not in apart])
             known = known - later
+        if not is_ready:  # until the driver says which of its children are Ray's
+            roots |= {child for child in children([driver]) if child.pid not in apart}
+        known = descendants(known | roots)
+        if known != written:
+            _write(path, driver, known)
+            written = known
+        wait_s = EVERY_S
     end_all(known | descendants(known), GRACE_S)
     with suppress(OSError):
         path.unlink(missing_ok=True)

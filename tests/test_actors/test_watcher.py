@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from fedloom.actors.watcher import clean, left_over
+from fedloom.actors.watcher import _WATCHERS, clean, left_over, watched
 from fedloom.experiments.cli import main
 from fedloom.experiments.status import hint_at_leftovers
 from fedloom.platform.results.lock import Process, descendants, is_process, process_of, this_place, this_process
@@ -98,6 +99,25 @@ def test_what_a_killed_driver_or_one_that_has_ended_ray_started_is_ended_and_onl
     until(lambda: process_of(of_ray) is None)
     until(lambda: not list(tmp_path.glob("*.json")))
     assert None not in [process_of(number) for number in (before, after, *others)]
+
+
+def test_what_a_driver_starts_after_rays_start_has_failed_is_left_alone(tmp_path: Path) -> None:
+    """Also if the watcher takes longer to start than the driver to go on."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with suppress(LookupError), watched(tmp_path):
+            watcher = _WATCHERS[-1]
+            started.append(subprocess.Popen(sleep, start_new_session=True))
+            raise LookupError
+        started.append(subprocess.Popen(sleep, start_new_session=True))
+        assert watcher.wait(60) == 0
+        assert started[0].wait(60) == -signal.SIGKILL
+        assert started[1].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def test_what_a_driver_started_before_the_watcher_knew_which_are_rays_is_in_no_record(tmp_path: Path) -> None:
