@@ -98,6 +98,17 @@ class ElasticNetwork(nn.Module):
         return x
 
 
+def _used(weights: Weights, name: str) -> Tensor:
+    """A tensor as its layer uses it: a direction of any length has that of its magnitude (`CausalConv`)."""
+    layer, _, kind = name.rpartition(".")
+    if kind == "magnitude":
+        return weights[name].flatten()  # which is counted with the direction
+    if kind != "direction":
+        return weights[name]
+    direction, magnitude = weights[name], weights[f"{layer}.magnitude"]
+    return direction * (magnitude / direction.square().sum(dim=(1, 2), keepdim=True).sqrt())
+
+
 class ElasticSpace(SlicedSpace):
     """A search space of leading-channel slices."""
 
@@ -270,7 +281,8 @@ class ElasticSpace(SlicedSpace):
         for stage, parts in enumerate(self.genome.stages):
             for block, (dims, unit) in itertools.product(range(parts.most), self._channels_of(stage)):
                 named = {f"stages.{stage}.{block}.{name}": dim for name, dim in dims.items()}
-                matrices = [weights[n].movedim(d, 0).flatten(1) for n, d in named.items() if weights[n].dim() > 1]
+                used = {name: _used(weights, name) for name in named}
+                matrices = [used[n].movedim(d, 0).flatten(1) for n, d in named.items() if used[n].dim() > 1]
                 norms = torch.stack([matrix.abs().sum(dim=1) for matrix in matrices]).sum(dim=0)
                 groups = torch.argsort(norms.view(-1, unit).sum(dim=1), descending=True, stable=True)
                 order = (groups[:, None] * unit + torch.arange(unit)).flatten()

@@ -194,6 +194,20 @@ def test_the_most_important_channels_come_first() -> None:
         assert torch.equal(after[f"{block}{name}"], weights[f"{block}{name}"]), name
 
 
+def test_the_importance_of_a_weight_normed_channel_is_its_magnitude_whatever_the_length_of_its_direction() -> None:
+    space = elastic(TCN)
+    weights = space.initial_weights(torch_stream(2, "test"))
+    magnitude, direction, leaving = (
+        weights[f"stages.0.0.{name}"] for name in ("conv1.magnitude", "conv1.direction", "conv2.direction")
+    )
+    leaving.fill_(1.0)
+    direction /= direction.square().sum(dim=(1, 2), keepdim=True).sqrt()
+    magnitude.copy_(torch.arange(len(magnitude)).view(-1, 1, 1))
+    direction *= 10.0**-magnitude
+    after = space.with_sorted_channels(weights)["stages.0.0.conv1.magnitude"]
+    assert after.flatten().tolist() == [*range(len(magnitude))][::-1]
+
+
 # -- taught subnets ---------------------------------------------------------------------------------------------------
 
 
