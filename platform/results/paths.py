@@ -237,6 +237,8 @@ def find_named(root: Path, word: str) -> list[RunPaths]:
 
     Raises ValueError if several runs have the name.
     """
+    if is_like_an_id(word):  # nothing has such a name, and reading all of them takes time
+        return []
     names = {run_id: names for run_id, names in named_runs(root).items() if names.has(word)}
     runs = [run for run in list_runs(root) if run.run_id in names] if names else []
     called = [run for run in runs if names[run.run_id].name == word]

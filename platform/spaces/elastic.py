@@ -105,8 +105,17 @@ def _used(weights: Weights, name: str) -> Tensor:
         return weights[name].flatten()  # which is counted with the direction
     if kind != "direction":
         return weights[name]
-    direction, magnitude = weights[name], weights[f"{layer}.magnitude"]
-    return direction * (magnitude / direction.square().sum(dim=(1, 2), keepdim=True).sqrt())
+    return weight_normed(weights[name], weights[f"{layer}.magnitude"])
+
+
+def weight_normed(direction: Tensor, magnitude: Tensor) -> Tensor:
+    """The weights (out, in, kernel) of this direction whose rows have the lengths of the magnitude (out, 1, 1)."""
+    return direction * (magnitude / row_lengths(direction))
+
+
+def row_lengths(direction: Tensor) -> Tensor:
+    """The lengths (out, 1, 1) of the rows of a direction (out, in, kernel)."""
+    return direction.square().sum(dim=(1, 2), keepdim=True).sqrt()
 
 
 class ElasticSpace(SlicedSpace):

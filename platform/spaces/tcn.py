@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace
+from fedloom.platform.spaces.elastic import ElasticNetwork, ElasticSpace, row_lengths, weight_normed
 from fedloom.platform.spaces.genome import ElasticGenome, elastic_stage
 from fedloom.platform.spaces.space_config import spaces_of
 
@@ -200,16 +200,12 @@ class CausalConv(nn.Module):
         direction = tensors_by_name["direction"]
         fan_in = max(direction.shape[1] * direction.shape[2], 1)
         direction.normal_(std=math.sqrt(2 / fan_in), generator=generator)
-        tensors_by_name["magnitude"].copy_(_length(direction))
+        tensors_by_name["magnitude"].copy_(row_lengths(direction))
         tensors_by_name["bias"].zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.direction * (self.magnitude / _length(self.direction))
+        weight = weight_normed(self.direction, self.magnitude)
         return F.conv1d(F.pad(x, (self.padding, 0)), weight, self.bias, dilation=self.dilation)
-
-
-def _length(direction: Tensor) -> Tensor:
-    return direction.square().sum(dim=(1, 2), keepdim=True).sqrt()
 
 
 SPACES = spaces_of(ElasticSpace, TcnDesign())

@@ -295,15 +295,16 @@ class WidthSpace(LeadingSpace):
         weights = self.initial_weights(torch.Generator().manual_seed(0))
         x = torch.randn((2, *self.input_shape), generator=torch.Generator().manual_seed(1))
         module = self.build_subnet(self.largest).eval()
-        found: tuple[list[Tensor], list[Tensor]] = [], []
-        for tensors, values in zip(found, (weights, self.rolled(weights, 1)), strict=True):
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        for tensors, values in zip((before, after), (weights, self.rolled(weights, 1)), strict=True):
             module.load_state_dict(values)
             with torch.no_grad():
                 outputs = module(x)
             # Of outputs by name the logits: others may be hidden channels, which have moved.
             logits = outputs.get("logits", outputs) if isinstance(outputs, Mapping) else outputs
             mapped_within(tensors.append, logits)
-        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(*found, strict=True)):
+        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(before, after, strict=True)):
             raise ValueError(
                 f"space {self.name}: a layer concatenates channels of several layers, so its leading channels are not "
                 "those of a narrower network; add them up instead"
