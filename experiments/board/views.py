@@ -19,7 +19,7 @@ import pyarrow.compute
 from fedloom.experiments.analysis.ablation import ablation_frame, values_of
 from fedloom.experiments.analysis.architectures import decoded
 from fedloom.experiments.analysis.importances import MORE, NOISE, importances
-from fedloom.experiments.analysis.outcomes import OUTCOMES
+from fedloom.experiments.analysis.outcomes import OUTCOMES, final_model
 from fedloom.experiments.analysis.settings import NOT_SET, differing, essential, flat, names_apart, value_text
 from fedloom.experiments.analysis.subnets import FRONT, SAMPLES
 from fedloom.experiments.analysis.tables import (
@@ -338,7 +338,7 @@ CLIENT_MEASURES = ("metric", "loss", "simulated_s", "bytes_up", "bytes_down", "s
 def clients(reader: Reader, paths: RunPaths, stage: str, measure: str) -> dict[str, Any]:
     """The client tasks of a stage as columns, with a row per task: round, client, final state and a measure.
 
-    `accuracy` is each client's final accuracy on its own test data, by client, averaged over models.
+    `accuracy` is each client's accuracy on its own test data with the final model, by client.
     """
     if measure not in ("", *CLIENT_MEASURES):
         raise ValueError(f"measure={shown(measure)}: there are {', '.join(CLIENT_MEASURES)}")
@@ -372,13 +372,12 @@ def clients(reader: Reader, paths: RunPaths, stage: str, measure: str) -> dict[s
 
 
 def _client_accuracy(reader: Reader, paths: RunPaths) -> dict[str, float | None]:
-    rows = reader.table(paths, "evaluations", SCORE_COLUMNS)
+    rows = reader.table(paths, "evaluations", (*SCORE_COLUMNS, "model"))
     is_of_client = pa.compute.and_(pa.compute.is_valid(rows["client_id"]), pa.compute.equal(rows["split"], "test"))
     frame = rows.filter(pa.compute.and_(is_of_client, pa.compute.equal(rows["metric"], "accuracy"))).to_pandas()
     frame = frame[frame["stage"] == EVALUATION]
-    return {
-        str(int(client)): plain(float(value)) for client, value in frame.groupby("client_id")["value"].mean().items()
-    }
+    means = frame[frame["model"] == final_model(frame)].groupby("client_id")["value"].mean()  # over a family's subnets
+    return {str(int(client)): plain(float(value)) for client, value in means.items()}
 
 
 # -- fronts ------------------------------------------------------------------------------------------------------------

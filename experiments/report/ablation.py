@@ -63,6 +63,7 @@ from fedloom.experiments.report.drawing import (
     LEGEND,
     MARKERS,
     above,
+    are_shares,
     grid_of,
     heading,
     legend_below,
@@ -307,7 +308,10 @@ def _limit(panels: Mapping[Axes, bool], rows: Sequence[pd.DataFrame], *, of_shar
     means, halves = whole["mean"].astype(float), whole["half_width"].fillna(0.0)
     seeds = whole["values"].explode().astype(float)
     low, high = min((means - halves).min(), seeds.min()), max((means + halves).max(), seeds.max())
-    low, high = (max(low, 0.0), min(high, 1.0)) if of_shares else (min(low, 0.0), max(high, 0.0))
+    if not of_shares:
+        low, high = min(low, 0.0), max(high, 0.0)
+    elif are_shares(seeds):
+        low, high = max(low, 0.0), min(high, 1.0)
     pad = 0.06 * max(high - low, 0.01)
     for axes, is_lying in panels.items():
         (axes.set_xlim if is_lying else axes.set_ylim)(100 * (low - pad), 100 * (high + pad))
@@ -519,6 +523,7 @@ def tiers_figure(study: Study) -> Figure | None:
         return None
     figure = new_figure((1.2 + 4.4 * max(len(models), 1.5), 3.9 * len(rows_of)))
     parts = figure.subfigures(len(rows_of), 1, squeeze=False)[:, 0]
+    panels: list[Axes] = []
     for part, (axis, rows) in zip(parts, rows_of.items(), strict=True):
         for i, (axes, model) in enumerate(zip(part.subplots(1, len(models), squeeze=False)[0], models, strict=True)):
             _bars(axes, rows[rows["model"] == model], axis, study)
@@ -526,8 +531,9 @@ def tiers_figure(study: Study) -> Figure | None:
             quiet(axes, title=title, ylabel="" if i else "test accuracy (%)")
             axes.grid(False, axis="x")
             axes.tick_params(labelleft=not i)
-            axes.set_ylim(_bar_floor(list(rows_of.values())), 101)
+            panels.append(axes)
         legend_below(part, _bar_handles(study.values(axis)), 6, axis)
+    _limit_bars(panels, list(rows_of.values()))
     return figure
 
 
@@ -549,10 +555,15 @@ def _bars(axes: Axes, rows: pd.DataFrame, axis: str, study: Study) -> None:
         axes.tick_params(axis="x", rotation=20)
 
 
-def _bar_floor(rows: Sequence[pd.DataFrame]) -> float:
-    """Lower limit of the bars, in %: 0, or well below the smallest bar if all are 50 or more and would look alike."""
-    least = 100 * min((float(r["mean"].min()) for r in rows if len(r)), default=0.0)
-    return 10 * np.floor((least - 10) / 10) if least >= 50 else 0.0
+def _limit_bars(panels: Sequence[Axes], rows: Sequence[pd.DataFrame]) -> None:
+    """Lets panels end at 100 % and begin at 0, or well below the smallest bar if all are 50 or more and look alike."""
+    if all(are_shares(r["values"].explode()) for r in rows):
+        least = 100 * min((float(r["mean"].min()) for r in rows if len(r)), default=0.0)
+        floor = 10 * np.floor((least - 10) / 10) if least >= 50 else 0.0
+        for axes in panels:
+            axes.set_ylim(floor, 101)
+    else:
+        _limit(dict.fromkeys(panels, False), rows, of_shares=False)
 
 
 def stages_figure(study: Study) -> Figure | None:
@@ -584,7 +595,7 @@ def stages_figure(study: Study) -> Figure | None:
         label = "" if i else f"test accuracy, {names or 'none yet'} (%)"
         quiet(lower, ylabel=label)
         lower.grid(False, axis="x")
-        lower.set_ylim(_bar_floor([tested]), 101)
+    _limit_bars([*grid[1]], [tested])
     legend_below(figure, _bar_handles(study.values(second)), 6, second)
     return figure
 

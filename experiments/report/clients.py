@@ -131,7 +131,8 @@ def clients_figure(clients: pd.DataFrame, settings: Sequence[Setting]) -> Figure
     for part, setting in zip(parts, shown, strict=True):
         axes = part.subplots()
         _strips(axes, setting.rows(counted), tiers, models)
-        axes.set_ylim(max(-4.0, 100 * counted["value"].min() - 8), 104)
+        low, high = 100 * counted["value"].min(), 100 * counted["value"].max()
+        axes.set_ylim(max(-4.0, low - 8) if low >= 0 else low - 8, 104 if high <= 100 else high + 8)
     _clients_legend(figure, models, 5 if width >= WIDE_IN else 2)
     return figure
 

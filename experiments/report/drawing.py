@@ -165,6 +165,11 @@ def quiet(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") ->
         axes.spines[side].set_color("#9A9A9A")
 
 
+def are_shares(values: Iterable[float]) -> bool:
+    """Whether these are within 0 and 1: what is drawn in % ends at 0 and 100, unless a metric of one's own goes on."""
+    return all(0 <= value <= 1 for value in values if pd.notna(value))
+
+
 def with_bars(
     axes: Axes,
     x: Iterable[float],
@@ -177,12 +182,12 @@ def with_bars(
 ) -> None:
     """Draws the 95 % interval in % of each row (`mean`, `half_width`, `values`), or the values of one or two seeds.
 
-    `x` has the rows' positions on the x axis, or on the y axis for `lying` bars. With `of_shares`, intervals are
-    clipped to 0 to 100 %; tooltips say them whole.
+    `x` has the rows' positions on the x axis, or on the y axis for `lying` bars. With `of_shares`, intervals of shares
+    (see `are_shares`) are clipped to 0 to 100 %; tooltips say them whole.
     """
     for at, mean, half, values in zip(x, rows["mean"], rows["half_width"], rows["values"], strict=True):
         if pd.notna(half):
-            room = (mean, 1 - mean) if of_shares else (np.inf, np.inf)
+            room = (mean, 1 - mean) if of_shares and are_shares(values) else (np.inf, np.inf)
             ends = [[100 * max(0.0, min(half, left))] for left in room]
             bar: dict[str, Any] = {"x": [100 * mean], "y": [at], "xerr": ends}
             if not lying:

@@ -15,6 +15,7 @@ from fedloom.experiments.report.content import Block, Picture
 from fedloom.experiments.report.drawing import (
     GREY,
     LEGEND_LINE_IN,
+    are_shares,
     legend_below,
     legend_line,
     looks,
@@ -114,8 +115,9 @@ def outcomes_figure(groups: Groups, heads: tuple[str, ...] = ()) -> Figure | Non
     panels = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
     for axes, (measure, label, unit) in zip(panels, shown, strict=True):
         _panel(axes, means, measure, label, unit)
-    low, high = panels[0].get_ylim()
-    panels[0].set_ylim(max(low, -1.0), min(high, 101.0))
+    if are_shares(means["values"].explode()):
+        low, high = panels[0].get_ylim()
+        panels[0].set_ylim(max(low, -1.0), min(high, 101.0))
     panels[0].set_ylabel("test accuracy, mean of the models (%)")
     handles = [
         legend_line(color=row["colour"], marker=row["marker"], markersize=6, linewidth=0, label=row["name"])

@@ -373,14 +373,14 @@ def _latency_rows(tier: str, measured: Any) -> list[Row]:
 def _sample_rows(
     world: World, tier: str, generation: int, samples: Sequence[Sample], metric: str, won: Sample | None = None
 ) -> list[Row]:
-    """Scored subnets as rows of `candidates`; the front holds the winner or, without one, the non-dominated subnets."""
+    """Scored subnets as rows of `candidates`."""
     cost_of = world.macs_table.cost
     scored = [
         Scored(s.architecture, s.metric, s.loss, cost_of(s.architecture), generation, math.isfinite(s.loss))
         for s in samples
     ]
     ranked = [replace(s, metric=merit(metric, s.metric, s.loss)) for s in scored]
-    front = {won.architecture} if won else {s.architecture for s in pareto_front(ranked)}
+    front = {s.architecture for s in pareto_front(ranked)}
     return candidate_rows(world, tier, scored, front, won.architecture if won else None)
 
 

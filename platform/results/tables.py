@@ -166,7 +166,9 @@ COLUMNS: Mapping[str, Mapping[str, Column]] = {
         "loss": Column("float", "loss on validation data, with the supernet's weights"),
         "metric": Column("float", "accuracy on validation data, with the supernet's weights"),
         "feasible": Column("bool", "whether the model could be scored"),
-        "on_front": Column("bool", "whether no other candidate has more accuracy at less cost, in the end"),
+        "on_front": Column(
+            "bool", "whether no other candidate is as good at less cost or better at no more, in the end"
+        ),
         "winner": Column("bool", "whether the search chose it for its tier or target"),
     },
     "evaluations": {

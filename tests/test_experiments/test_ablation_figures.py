@@ -9,6 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from fedloom.experiments import analysis
+from fedloom.experiments.analysis.tables import METRIC
 from fedloom.experiments.report.ablation import (
     Study,
     bytes_figure,
@@ -19,6 +20,7 @@ from fedloom.experiments.report.ablation import (
     rounds_figure,
     stages_figure,
     study_of,
+    tiers_figure,
 )
 from fedloom.experiments.report.axes import Series, draw_series, scale_of
 from fedloom.experiments.report.drawing import WITHOUT_STAR, legend_below, legend_line, looks, png, with_bars
@@ -82,6 +84,22 @@ def test_names_are_points_below_each_other_with_a_colour_per_value_of_the_other_
     assert points[0].get_xdata() == pytest.approx([75.0, 77.0, 78.0])
     assert beta.get_xlabel() == "beta_0"
     assert [part.legends[0].get_title().get_text() for part in figure.subfigs] == ["decay_share", "beta_0", "beta_0"]
+
+
+@pytest.mark.parametrize("factor", [-1, 4], ids=["below 0", "above 1"])
+@pytest.mark.parametrize("draw", [crossed_figure, metric_figure, stages_figure, tiers_figure])
+def test_a_metric_outside_0_and_1_is_inside_the_axes(
+    study: Study, draw: Callable[..., Figure | None], factor: int
+) -> None:
+    frame = study.frame.assign(**{METRIC: factor * study.frame[METRIC], "model": "fine_tuned"})
+    figure = draw(replace(study, frame=frame))
+    assert figure is not None
+    for axes in figure.axes[3 if draw == stages_figure else 0 :]:
+        (left, right), (low, high) = sorted(axes.get_xlim()), axes.get_ylim()
+        points = [xy for line in axes.lines if line.get_marker() in list("os") for xy in line.get_xydata()]
+        points += [(left, bar.get_height()) for bar in axes.patches]
+        assert points
+        assert all(left <= x <= right and min(low, high) <= y <= max(low, high) for x, y in points)
 
 
 def drawn(figure: Figure | None) -> list[float]:

@@ -253,6 +253,15 @@ def test_clients_with_their_ends_and_measures(tmp_path: Path) -> None:
     assert view["tiers"] == {"0": "tier1", "7": "tier1"}
 
 
+def test_a_clients_accuracy_is_that_of_the_final_model(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path, "tiny", "a1")
+    for model, value in (("supernet_init", 0.2), ("fine_tuned", 0.9), ("rand_init", 0.1)):
+        score = {"model": model, "tier": "tier1", "split": "test", "metric": "accuracy", "samples": 5}
+        writer.add("evaluations", stage="evaluation", round=0, client_id=3, **score, value=value)
+    writer.close()
+    assert views.clients(views.Reader(), writer.paths, "", "")["accuracy"] == {"3": 0.9}
+
+
 def test_fronts_by_tier_without_what_could_not_be_scored(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path, "tiny", "a1")
     for tier, macs, feasible in (("samples", 3, True), ("tier10", 5, True), ("tier2", 7, True), ("tier2", 9, False)):
@@ -700,6 +709,12 @@ def test_an_ablation_is_brushed_with_the_mouse_and_the_keys(tmp_path: Path, open
         page.wait_for_selector(f"text={number} of {number} trials")
         assert page.locator("path.trial").count() == number
         page.wait_for_selector("text=What determines accuracy")
+        written = page.evaluate("""async () => {
+          const { number, duration } = await import("./base.js");
+          const numbers = [number(999600), number(9.997e8, "bytes"), number(3.2e16, "MACs"), number(3)];
+          return [...numbers, duration(119.7), duration(9.5)];
+        }""")
+        assert written == ["1.00M", "1.00 GB", "32.0 PMACs", "3", "2 min 0 s", "9.5 s"]
         assert page.locator(".importances th").first.inner_text() == "budget"
         axis = page.locator("g.axis[data-axis=averaging] .grip")
         box = axis.bounding_box()

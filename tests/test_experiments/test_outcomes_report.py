@@ -51,6 +51,15 @@ def test_a_panel_per_cost_and_the_front_through_what_is_not_beaten() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["FedorAS", "FjORD"]
 
 
+@pytest.mark.parametrize("accuracies", [[-0.6, -0.3], [2.4, 3.1]])
+def test_a_metric_outside_0_and_1_is_inside_the_axes(accuracies: list[float]) -> None:
+    beyond = rows("global", accuracies, total_bytes=3e6, total_macs=1e9)
+    figure = outcomes_figure([(("mine",), beyond), (("other",), beyond.assign(total_bytes=1e6))])
+    assert figure is not None
+    low, high = figure.axes[0].get_ylim()
+    assert low < 100 * min(accuracies) < 100 * max(accuracies) < high
+
+
 def test_runs_at_work_do_not_count() -> None:
     begun = rows(None, [math.nan], total_bytes=20.0).assign(seeds="9")
     group = (GROUPS[1][0], pd.concat([GROUPS[1][1], begun]))

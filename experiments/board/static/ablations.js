@@ -179,6 +179,7 @@ function tell(event, trial, view) {
 
 const METHODS = {
   variance: "the share of the variance between the trials that is due to an axis by itself or to the interaction of two axes, corrected for the noise of the seeds",
+  "one seed": "the share of the variance between the trials that is due to an axis by itself or to the interaction of two axes; only one seed has a value of every setting, so the noise of seeds is not known and in these shares, above all in those of interactions",
   forest: "the share of the variance that is due to an axis with all its interactions, estimated with a random forest: random searches and grids with missing trials have no exact shares",
 };
 

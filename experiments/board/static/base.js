@@ -181,7 +181,7 @@ const MARKS = { running: "▶", done: "✓", failed: "✕", dead: "✝", stalled
 export const stateOf = (state) => h("span.state", { "data-state": state },
   h("span.mark", { "aria-hidden": "true" }, MARKS[state] ?? "·"), h("span.word", {}, state));
 
-const PREFIXES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
 export function number(value, unit = "") {
   if (value == null || !Number.isFinite(value)) return "";
@@ -190,7 +190,8 @@ export function number(value, unit = "") {
   if (unit === "bytes") unit = "B";
   const after = unit ? ` ${unit}` : "";
   if (size >= 1e4 || (unit && size >= 1e3)) {
-    const [by, prefix] = PREFIXES.find(([each]) => size >= each);
+    const rounded = Number(size.toPrecision(3)); // first, so that 999 999 is 1.00 M and not 1000 k
+    const [by, prefix] = PREFIXES.find(([each]) => rounded >= each);
     return `${(value / by).toPrecision(3)}${unit ? " " : ""}${prefix}${unit}`;
   }
   if (Number.isInteger(value)) return `${value}${after}`;
@@ -199,8 +200,10 @@ export function number(value, unit = "") {
 
 export function duration(seconds) {
   if (seconds == null) return "";
-  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)} s`;
-  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
+  seconds = Math.round(seconds);
+  if (seconds < 60) return `${seconds} s`;
+  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
   if (seconds < 3600) return `${Math.round(seconds / 60)} min`;
   if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
