@@ -19,7 +19,7 @@ from fedloom.platform.clients.evaluation import batches_of
 from fedloom.platform.clients.objectives import IGNORED, Objective, logits_of
 from fedloom.platform.clients.training import Samples
 from fedloom.platform.data.dataset import StoredSamples
-from fedloom.platform.data.trees import Tree, single
+from fedloom.platform.data.trees import Tree, rows_of
 from fedloom.platform.results.checkpoint import from_bytes, to_bytes
 
 FORMATS = ("safetensors", "pt2", "onnx")
@@ -171,15 +171,17 @@ class Agreement:
     targets: int = 0
     samples: int = 0
 
-    def add(self, expected: Tensor, output: Tensor, counts: Tensor) -> None:
-        """Adds a batch; `counts` is the mask of the targets that count."""
+    def add(self, expected: Tensor, output: Tensor, labels: Tree) -> None:
+        """Adds a batch; classes are compared for the targets that count, unless labels come by name."""
         # Python's max may drop NaN; torch's max keeps it.
         difference = float((output - expected).abs().max()) if output.shape == expected.shape else math.nan
         self.max_abs_difference = difference if math.isnan(difference) else max(self.max_abs_difference, difference)
         self.largest_output = max(self.largest_output, float(expected.abs().max()))
-        if expected.dim() > 1:  # a single number per sample predicts no class
-            self.argmax_changed += int(((output.argmax(dim=1) != expected.argmax(dim=1)) & counts).sum())
-        self.targets += int(counts.sum())
+        if isinstance(labels, Tensor):
+            counts = labels != IGNORED
+            if expected.dim() > 1:  # a single number per sample predicts no class
+                self.argmax_changed += int(((output.argmax(dim=1) != expected.argmax(dim=1)) & counts).sum())
+            self.targets += int(counts.sum())
         self.samples += len(expected)
 
 
@@ -202,20 +204,20 @@ def compare(
 ) -> Comparison:
     """Runs the model and its files on all samples, in the batch size that runs use for scoring.
 
-    `data` holds inputs of shape (n, ...) and labels of shape (n,) or (n, T). Files are compared on all targets except
-    padding; the objective says which of them it scores.
+    `data` holds inputs of shape (n, ...) and labels of shape (n,) or (n, T), or labels by name. Classes are compared on
+    all targets except padding; the objective says which of them it scores.
     """
     agreements = {name: Agreement() for name in files}
     correct: float = 0
     targets = samples = 0
-    for x_B, y_B in ((x, single(y, "an export", "labels")) for x, y in batches_of(data)):
+    for x_B, y_B in batches_of(data):
         outputs = reference(x_B)
-        logits, counts = logits_of(outputs), y_B != IGNORED
+        logits = logits_of(outputs)
         correct += objective.metric_sum(outputs, y_B).item()
         targets += int(objective.counted(outputs, y_B))
-        samples += len(y_B)
+        samples += rows_of(y_B)
         for name, forward in files.items():
-            agreements[name].add(logits, forward(x_B), counts)
+            agreements[name].add(logits, forward(x_B), y_B)
     return Comparison(correct, targets, samples, agreements)
 
 

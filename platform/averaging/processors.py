@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -239,10 +240,13 @@ def check_after_choice(named: Sequence[tuple[str, Processor]], key: str, chooser
             )
 
 
-def sent(processors: Processors, message: Message) -> Message:
-    """The message after the client sides of all processors, in order."""
-    for each in processors:
-        message = answered(f"{type(each).__name__}.on_client", each.on_client(message), Message)
+def sent(processors: Processors, message: Message, kept_by: Callable[[str, str, str], Tensor] | None = None) -> Message:
+    """The message after the client sides of all processors, in order; `kept_by` gives each a `memory` of its own."""
+    for i, each in enumerate(processors, start=1):
+        name = type(each).__name__
+        if kept_by is not None:
+            message = replace(message, memory=partial(kept_by, f"processor {i} ({name})"))
+        message = answered(f"{name}.on_client", each.on_client(message), Message)
     return message
 
 

@@ -87,6 +87,7 @@ class LocalClient:
     sent: dict[str, Tensor] = field(default_factory=dict)
     sent_slices: dict[str, Slice] = field(default_factory=dict)
     sent_weights: dict[str, float | None] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def received(self) -> Mapping[str, Tensor]:
@@ -99,6 +100,12 @@ class LocalClient:
 
     def kept(self, slot: str, name: str) -> Tensor:
         """The parameter's slice of the client's state in a slot, initially zero; the rule changes it in place."""
+        return self.kept_by("the local rule", slot, name)
+
+    def kept_by(self, owner: str, slot: str, name: str) -> Tensor:
+        """`kept` of a processor, or of another owner. Raises PluginError for the slot of somebody else."""
+        if self.owners.setdefault(slot, owner) != owner:
+            raise PluginError(f"{owner} and {self.owners[slot]} keep client state called {slot!r}: rename one of them")
         piece = self.slices[name]
         slot_name = place_of(slot, piece.source)
         if slot_name not in self.state:

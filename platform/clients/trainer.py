@@ -95,10 +95,9 @@ class Train:
                 worker.spec.training_seed,
                 assignment.stage,
                 assignment.round,
-                trained.client.kept,
             )
             try:
-                message = sent(self.processors, message)
+                message = sent(self.processors, message, trained.client.kept_by)
             except OverflowError as error:
                 raise TaskError(str(error)) from error
             down_bytes, up_bytes = (payload.size_bytes for payload in message.traffic)

@@ -42,7 +42,7 @@ from fedloom.platform.federation.training_config import (
     local_sgd,
 )
 from fedloom.platform.federation.training_warnings import UNANSWERED, TrainingWarnings
-from fedloom.platform.plugins import answered
+from fedloom.platform.plugins import PluginError, answered
 from fedloom.platform.seeding import torch_stream
 from fedloom.platform.spaces.slices import TensorGroup, Weights, bytes_of
 from fedloom.tiers.devices import TRAINING_FACTOR
@@ -70,6 +70,8 @@ BEST = "best-"
 """Name prefix of the copies of tensor groups and JSON values that are taken at a stage's best evaluation."""
 JUDGEMENT = "judgement"
 """Name of the JSON value that holds the current stage's `Judgement`, if the stage may end early."""
+STAGES_OWN = (HISTORY, MEMORY, UNANSWERED, JUDGEMENT, AT_WORK, BEGUN)
+"""Names of the JSON values of the current stage, which neither its method nor its processors use."""
 
 
 @dataclass(frozen=True)
@@ -601,9 +603,10 @@ class TrainingStage:
             *(context, plan.processors, sums, results, self.server.shared(old), simulated),
             sent=None if counted or self.sent_group not in state.groups else state.weights(self.sent_group),
         )
+        recorded = self.processing.recorded(context)
         data = {
             **state.data,
-            **self.processing.recorded(context),
+            **recorded,
             **self.selection.after_round(state.round, state.data, plan.memory, results),
             **self.warnings.after_round(state.round, state.data, results),
             **({} if plan.answers is None else plan.answers.data),
@@ -618,6 +621,9 @@ class TrainingStage:
         if plan.answers is not None:
             after = self._with_received(after, state, plan.answers)
         after = answered("the stage's after", self.after(after, plan, result), RunState)
+        for name in STAGES_OWN:
+            if name in recorded or after.data.get(name) is not data.get(name):
+                raise PluginError(f"{name!r} is a JSON value of the stage itself: use another name")
         after = self.with_sent(after, state.round + 1)
         evaluations, judge = evaluations_of(results, self.tier), self._judged if self.may_end_early else None
         return RoundUpdate(after, evaluation=self._last_scores(after), evaluations=evaluations, judge=judge)
@@ -646,7 +652,7 @@ class TrainingStage:
         older = self._older(state)
         # A local rule's client state belongs to the stage's weights, and the next stage may train others.
         ended = state.without_groups(self.server_group, self.sent_group, *older).without_client_tensors(STATE)
-        return ended.without_data(HISTORY, MEMORY, UNANSWERED, JUDGEMENT, AT_WORK, BEGUN)
+        return ended.without_data(*STAGES_OWN)
 
     def with_sent(self, state: RunState, index: int) -> RunState:
         """The state with the weights that clients receive in a round, if processors change them.

@@ -321,18 +321,21 @@ FORGOTTEN = {
     "after": ("after=lambda *_: None", "", "fedavg, round 1: the stage's after gives None: give a RunState"),
     "tasks": ("tasks=lambda _round: []", "", "fedavg, round 1: the stage's tasks gives []: give a RoundTasks"),
     "few tasks": ("tasks=lambda _: RoundTasks([])", "", "fedavg, round 1: the stage's tasks are 0 for 4 clients: give"),
+    "a name": (
+        "after=lambda state, *_: state.with_data('history', [])",
+        "",
+        "fedavg, round 1: 'history' is a JSON value of the stage itself: use another name",
+    ),
     "final": ("final=lambda _state: None", "", "fedavg, at its end: the stage's final gives None: give a RunState"),
     "begun": ("", "begun", "fedavg, round 1: Silent.begun gives None: give a Processor"),
     "sums": ("", "on_sums", "fedavg, round 1: Silent.on_sums gives None: give a WeightedSums"),
     "mean": ("", "on_mean", "fedavg, round 1: Silent.on_mean gives None: give an Averaged"),
 }
-"""A `return` that is missing, in an argument of a training stage or a method of a processor, and what is said."""
+"""A wrong `return`, in an argument of a training stage or a method of a processor, and what is said."""
 
 
 @pytest.mark.parametrize("case", FORGOTTEN)
-def test_a_return_that_is_missing_in_a_training_stage_is_said(
-    case: str, beside: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_return_in_a_training_stage_is_said(case: str, beside: Path, capfd: pytest.CaptureFixture[str]) -> None:
     argument, member, message = FORGOTTEN[case]
     module = written(beside, ON_FEDAVG.format(member or "nothing", argument))
     processors = [f"method.train.processors=[{module}:Silent]"] if member else []

@@ -22,12 +22,15 @@ from fedloom.platform.averaging.processors import (
     sent,
     with_share,
 )
+from fedloom.platform.clients.local_rules import LocalClient
+from fedloom.platform.clients.training import LocalSGD
 from fedloom.platform.federation.training_config import PrivacyConfig, TrainingConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.fedavg import FedAvgConfig
 from fedloom.platform.methods.local_adaptation import LocalAdaptationConfig
 from fedloom.platform.methods.registry import build_stages
 from fedloom.platform.methods.silos import SiloTrainingConfig
+from fedloom.platform.plugins import PluginError
 from fedloom.platform.spaces.slices import Slice
 
 PLUGINS = Path(__file__).resolve().parent.parent / "plugins"
@@ -58,6 +61,36 @@ def test_sparsify_keeps_the_largest_changes_and_counts_them_and_their_places() -
     assert done.update.tensors["w"].tolist() == [0.0, -4.0, 0.0, 2.0]
     assert done.traffic == traffic(24 - 2 * 4 + 1, 2), "a mask of one byte says which two were left out"
     assert expected_traffic((Sparsify(share=0.5),), traffic(24, 4)) == done.traffic
+
+
+@dataclass(frozen=True)
+class Counts(Processor):
+    """Counts its rounds in the client's state."""
+
+    def on_client(self, message: Message) -> Message:
+        message.memory("rounds", "w").add_(1)
+        return message
+
+
+class CountsToo(Counts):
+    """Counts them as well, under the same name."""
+
+
+def test_client_state_belongs_to_one_processor_or_to_the_local_rule() -> None:
+    def client() -> LocalClient:
+        weights = {"w": torch.zeros(2)}
+        return LocalClient(0, 0, 8, 2, LocalSGD(1, 4, 0.1), weights, {"w": Slice("w")}, weights, state={})
+
+    alone = client()
+    for _ in range(2):
+        sent((Counts(),), message(), alone.kept_by)
+    assert alone.state["rounds/w"].tolist() == [2, 2]
+    with pytest.raises(PluginError, match=r"^processor 2 \(CountsToo\) and processor 1 \(Counts\) keep client state"):
+        sent((Counts(), CountsToo()), message(), client().kept_by)
+    trained = client()
+    trained.kept("rounds", "w")
+    with pytest.raises(PluginError, match=r"\(Counts\) and the local rule keep client state called 'rounds': rename"):
+        sent((Counts(),), message(), trained.kept_by)
 
 
 def test_a_quantiser_of_ones_own_rounds_to_steps_of_the_largest_change() -> None:

@@ -1,6 +1,7 @@
 """The comparison of an exported file's outputs with the model's: only rounding is forgiven."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +43,22 @@ def test_the_score_is_that_of_the_objective_and_files_agree_at_all_positions() -
 def test_a_number_per_sample_predicts_no_class() -> None:
     values, y = torch.tensor([1.0, -2.0]), torch.tensor([1, 0])
     agreement = Agreement()
-    agreement.add(values, values + 0.5, y != -100)
+    agreement.add(values, values + 0.5, y)
     assert agreement == Agreement(0.5, 2.0, 0, 2, 2)
+
+
+def test_labels_by_name_are_the_objectives_alone() -> None:
+    class Near(Objective):
+        def metric_sum(self, outputs: Any, targets: Any) -> Tensor:
+            return ((outputs - targets["value"]).abs() < targets["radius"]).all(dim=1).sum()
+
+        def counted(self, outputs: Any, targets: Any) -> int:
+            return len(outputs)
+
+    x, y = torch.tensor([[1.0, 0.0], [0.0, 3.0]]), {"value": torch.zeros(2, 2), "radius": torch.full((2, 1), 2.0)}
+    found = compare(lambda x: x, {"other": lambda x: x.flip(1)}, (x, y), Near())
+    assert (found.correct, found.targets, found.samples) == (1, 2, 2)
+    assert found.agreements["other"] == Agreement(3.0, 3.0, 0, 0, 2)
 
 
 def test_a_difference_that_is_no_number_is_not_forgotten() -> None:
