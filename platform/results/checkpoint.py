@@ -225,13 +225,13 @@ def differences(saved: Mapping[str, Any], asked: Mapping[str, Any], most: int = 
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys with their values as JSON, so that tuples equal lists and NaN equals NaN."""
+    """Dotted keys with their values as sorted JSON, so that tuples equal lists and NaN equals NaN."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = json.dumps(value)
+            flat[f"{prefix}{key}"] = json.dumps(value, sort_keys=True)
     return flat
 
 

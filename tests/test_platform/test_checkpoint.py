@@ -192,8 +192,9 @@ def test_no_pickle_is_read_or_written() -> None:
 
 
 def test_the_same_configuration_passes_whatever_its_containers() -> None:
-    saved = {"seed": 1, "space": {"layers": [1, 2]}, "x": math.nan, "empty": {}}
-    check_same_config(saved, {"x": math.nan, "space": {"layers": (1, 2)}, "seed": 1, "empty": {}})
+    saved = {"seed": 1, "space": {"layers": [1, 2]}, "x": math.nan, "empty": {}, "phases": [{"lr": 1, "epochs": 2}]}
+    same = {"x": math.nan, "space": {"layers": (1, 2)}, "seed": 1, "empty": {}, "phases": [{"epochs": 2, "lr": 1}]}
+    check_same_config(saved, same)
 
 
 def test_another_configuration_is_shown_by_its_keys() -> None:
