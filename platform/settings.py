@@ -361,10 +361,10 @@ def _setting(kind: Any, path: Sequence[int | str], prefix: str) -> Setting:
 
 def _check_numbers(kind: type, raw: Any, made: Any, prefix: str, path: tuple[int | str, ...]) -> None:
     """Raises ValueError for what pydantic lets pass: true as a number, NaN, and numbers that are too large."""
-    if isinstance(raw, Mapping):
-        for name, value in raw.items():
-            inner = made[name] if isinstance(made, Mapping) else getattr(made, str(name))
-            _check_numbers(kind, value, inner, prefix, (*path, name))
+    if isinstance(raw, Mapping):  # in order, because pydantic converts the keys of mappings: "1" to 1
+        inner = made.values() if isinstance(made, Mapping) else [getattr(made, str(name)) for name in raw]
+        for (name, value), each in zip(raw.items(), inner, strict=False):  # if both are given, the last one stays
+            _check_numbers(kind, value, each, prefix, (*path, name))
     elif isinstance(raw, list | tuple) and isinstance(made, list | tuple):
         for index, value in enumerate(raw):
             _check_numbers(kind, value, made[index], prefix, (*path, index))

@@ -21,6 +21,7 @@ def rule(
     fast: bool = False,
     levels: list[float] | None = None,
     by_name: dict[str, int] | None = None,
+    by_round: dict[int, float] | None = None,
     whatever: Any = None,
 ) -> None:
     """A rule with options of all kinds."""
@@ -48,6 +49,9 @@ def given(**options: Any) -> dict[str, Any]:
         ("fast", True, True),
         ("levels", [1, 2.5], [1, 2.5]),
         ("by_name", {"a": 1}, {"a": 1}),
+        ("by_name", {1: 1}, {"1": 1}),
+        ("by_round", {1: 0.5, 2: 1}, {1: 0.5, 2: 1.0}),
+        ("by_round", {"1": 0.5, "2": 1}, {1: 0.5, 2: 1.0}),
         ("whatever", {"a": [1]}, {"a": [1]}),
     ],
 )
@@ -70,6 +74,7 @@ def test_a_value_of_its_type_is_taken(option: str, value: Any, got: Any) -> None
         ("levels", [1, "a"], r"x.options.levels\[1\]=a: must be a float"),
         ("levels", "12", "x.options.levels=12: must be a list"),
         ("by_name", {"a": 1.5}, r"x.options.by_name=1.5: must be a dict\[text, int\] or null"),
+        ("by_round", {"1": True}, "x.options.by_round=true: must be a dict"),
     ],
 )
 def test_a_value_that_does_not_fit_names_the_option_and_whose_it_is(option: str, value: Any, message: str) -> None:
