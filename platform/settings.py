@@ -10,7 +10,6 @@ Only the driver checks values: workers, which unpickle configurations, do not im
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
@@ -110,7 +109,7 @@ class UnknownKeyError(ValueError):
 
     def __init__(self, key: str, known: Sequence[str]) -> None:
         super().__init__(f"unknown configuration key {key!r}{nearest(key, [*known])}")
-        self.key = key
+        self.key, self.known = key, known
 
 
 # -- what a setting may be ---------------------------------------------------------------------------------------------
@@ -301,29 +300,28 @@ def _adapter(kind: type) -> "TypeAdapter[Any]":
 def _refusal(kind: type, error: "ErrorDetails", prefix: str) -> ValueError:
     """The error in one line: what was given, and what is allowed."""
     path, value = error["loc"][1:], error["input"]
+    if path[-1:] == ("[key]",):  # a mapping's type says what its keys may be
+        path = path[:-2]
+    setting = _setting(kind, path, prefix)
+    group = _not_null(setting.type)
     if error["type"] == "unexpected_keyword_argument":
-        inside = "".join(f"{name}." for name in path[:-1])
-        known = [f"{prefix}{inside}{name}" for name in _hints(_section(kind, path[:-1]))]
-        return UnknownKeyError(prefix + ".".join(map(str, path)), known)
+        inside = f"{setting.key}." if len(path) > 1 else prefix
+        return UnknownKeyError(f"{inside}{path[-1]}", [f"{inside}{name}" for name in _hints(group)])
     if error["type"] == "missing":
-        setting = _setting(kind, path, prefix)
         return ValueError(f"{setting.key} is missing: give {_noun(setting.kind)}")
-    if error["type"] == "dataclass_type":
-        key, names = prefix + ".".join(map(str, path)), [*_hints(_section(kind, path))]
+    if error["type"] == "dataclass_type" and is_dataclass(group):
+        key, names = setting.key, [*_hints(group)]  # type: ignore[arg-type]  # classes can be hashed
         chooser = next((name for name in names if name in CHOOSERS), None)
         some = ", ".join(f"{key}.{name}" for name in names[:4])
         advice = f"{key}.{chooser}=NAME" if chooser else f"one of them, such as {some}"
         return ValueError(f"{key}={shown(value, written)}: {key} is a group of keys; give {advice}")
-    item = "".join(f"[{index}]" for index in path if isinstance(index, int))
-    return _not_allowed(_setting(kind, path, prefix), value, is_of_type=error["type"] in OUT_OF_BOUNDS, item=item)
+    return _not_allowed(setting, value, is_of_type=error["type"] in OUT_OF_BOUNDS)
 
 
-def _not_allowed(setting: Setting, value: Any, *, is_of_type: bool, item: str = "") -> ValueError:
-    """The error of a value: what was given, and which bounds or type it must have; `item` is its index in a list."""
+def _not_allowed(setting: Setting, value: Any, *, is_of_type: bool) -> ValueError:
+    """The error of a value: what was given, and which bounds or type it must have."""
     text = written(value) if value is None or isinstance(value, bool) else str(value)
     kind, needed = setting.kind, setting.allowed
-    if item and (inner := re.search(r"list\[(.*)\]", kind)):
-        kind = inner[1]
     if not is_of_type:
         needed = _noun(kind)
     else:
@@ -332,7 +330,7 @@ def _not_allowed(setting: Setting, value: Any, *, is_of_type: bool, item: str = 
             needed = f"{needed} and {finite}" if needed else finite
         needed = (needed or "finite") + (", or null" if kind.endswith(" or null") else "")
     close = nearest(text, setting.choices, cutoff=0.75)
-    return ValueError(f"{setting.key}{item}={shown(value, lambda _: text)}: must be {needed}{close}")
+    return ValueError(f"{setting.key}={shown(value, lambda _: text)}: must be {needed}{close}")
 
 
 def _noun(kind: str) -> str:
@@ -342,21 +340,33 @@ def _noun(kind: str) -> str:
     return kind if kind.startswith(("one of", "true or false")) else an(kind)
 
 
-def _section(kind: Any, path: Sequence[int | str]) -> Any:
-    """The configuration class at this path."""
-    for name in path:
-        kind = get_args(kind)[-1] if get_origin(kind) is dict else _bare(_hints(kind)[str(name)])
-    return kind
-
-
 def _setting(kind: Any, path: Sequence[int | str], prefix: str) -> Setting:
-    """The setting that a value at this path belongs to, with the keys of mappings in its key."""
-    name, *rest = map(str, path)
-    annotation = get_args(kind)[-1] if get_origin(kind) is dict else _hints(kind)[name]
-    section, is_mapping = _bare(annotation), get_origin(_bare(annotation)) is dict
-    if rest and is_dataclass(get_args(section)[-1] if is_mapping else section):
-        return _setting(section, rest, f"{prefix}{name}.")
-    return Setting(prefix + ".".join([name, *(rest[:1] if is_mapping else [])]), annotation)
+    """The field, or the entry of a list or mapping, that pydantic means by this path; its group if it is unknown."""
+    key, annotation = "", kind
+    for number, name in enumerate(path, 1):
+        outer = _not_null(annotation)
+        origin, inner = get_origin(outer), [each for each in get_args(outer) if each is not ...]
+        known = _hints(outer) if is_dataclass(outer) else {}  # type: ignore[arg-type]  # classes can be hashed
+        if name in known:
+            key, annotation = f"{key}.{name}", known[str(name)]
+        elif origin in (dict, Mapping):
+            key, annotation = f"{key}.{name}", inner[-1]
+        elif origin in (list, tuple, Sequence) and Any not in inner:  # entries of any type are named by their list
+            annotation = inner[min(int(name), len(inner) - 1)]
+            key += f".{name}" if is_dataclass(_not_null(annotation)) else f"[{name}]"
+        else:  # of several alternatives the path names the one that was tried, unless all are meant
+            tried = [each for each in inner if _type_text(each) == name]
+            if not tried or number == len(path):
+                break
+            annotation = tried[0]
+    return Setting(prefix + key.removeprefix("."), annotation)
+
+
+def _not_null(annotation: Any) -> Any:
+    """An annotation without marks, and without null if that leaves a single alternative."""
+    annotation = _bare(annotation)
+    others = [each for each in get_args(annotation) if each is not NoneType]
+    return _bare(others[0]) if _is_union(annotation) and len(others) == 1 else annotation
 
 
 def _check_numbers(kind: type, raw: Any, made: Any, prefix: str, path: tuple[int | str, ...]) -> None:

@@ -63,7 +63,7 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
     except UnknownKeyError as error:
         _blame_choices(choices, chosen, error)
         key = next((o.key for o in parsed if f"{o.key}.".startswith(f"{error.key}.")), error.key)
-        raise ValueError(unknown(key, [*_keys(chosen), *GROUPS])) from error
+        raise ValueError(unknown(key, {*_keys(chosen), *GROUPS, *error.known})) from error
     except ValueError as error:
         _blame_choices(choices, chosen, error)
         raise

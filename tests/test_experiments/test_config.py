@@ -2,8 +2,10 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from fedloom.experiments.runs.configuration import change_stored, compose_config
 from fedloom.experiments.runs.overrides import read
 from fedloom.experiments.runs.presets import CONF, experiments
 from fedloom.platform.federation.config import RunConfig
+from fedloom.platform.federation.method import Method
+from fedloom.platform.methods import fedavg
 from fedloom.platform.methods.registry import METHODS
 from fedloom.platform.results.paths import NO_NAMES
 from fedloom.platform.runs.resuming import what_is_computed
@@ -121,6 +125,56 @@ def test_a_bad_override_is_one_clear_line(override: str, message: str) -> None:
 
 def test_free_mappings_take_new_keys() -> None:
     assert compose_config(["+space.options.depth=3"]).space.options == {"depth": 3}
+
+
+# -- a method of one's own ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Phase:
+    """A group of keys."""
+
+    rounds: int = 1
+    share: float = 0.5
+
+
+@dataclass
+class PhasesConfig(fedavg.FedAvgConfig):
+    """FedAvg with keys of other kinds."""
+
+    first: Phase | None = None
+    phases: list[Phase] = field(default_factory=list)
+    by_round: dict[int, float] = field(default_factory=dict)
+
+
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The override that chooses a method with this configuration."""
+    module = ModuleType("own_phases")
+    module.__dict__["METHOD"] = Method(PhasesConfig, fedavg.stages, kind="shared", lacks=("candidates",))
+    monkeypatch.setitem(sys.modules, "own_phases", module)
+    return "method=own_phases:METHOD"
+
+
+def test_keys_of_a_method_may_be_groups_lists_of_groups_and_mappings(phases: str) -> None:
+    given = ["method.first={rounds: 2}", "method.phases=[{share: 0.1}]", "method.by_round={1: 0.5}"]
+    config = compose_config([phases, *given])
+    assert config.method.first == Phase(rounds=2)
+    assert (config.method.phases, config.method.by_round) == ([Phase(share=0.1)], {1: 0.5})
+    assert config_from_dict(json.loads(json.dumps(asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("method.first={rund: 1}", "unknown configuration key 'method.first.rund'; did you mean 'method.first.rounds'"),
+        ("method.phases=[{rund: 1}]", "unknown .* 'method.phases.0.rund'; did you mean 'method.phases.0.rounds'"),
+        ("method.first={rounds: x}", "method.first.rounds=x: must be an int"),
+    ],
+)
+def test_a_mistake_inside_a_group_is_named_by_its_key(phases: str, override: str, line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}"):
+        compose_config([phases, override])
 
 
 # -- what a run stored -------------------------------------------------------------------------------------------------

@@ -11,6 +11,21 @@ from fedloom.platform.averaging.server import SERVER_RULES, ServerStep
 from fedloom.platform.settings import POSITIVE, Infinite, check_settings, component_specs
 
 
+@dataclass
+class Phase:
+    """A group of keys inside an option."""
+
+    rounds: int = 1
+    shares: list[Annotated[float, POSITIVE]] = field(default_factory=list)
+
+
+@dataclass
+class Decay:
+    """Another one."""
+
+    rate: float = 1.0
+
+
 def rule(
     _step: ServerStep,
     *,
@@ -22,6 +37,10 @@ def rule(
     levels: list[float] | None = None,
     by_name: dict[str, int] | None = None,
     by_round: dict[int, float] | None = None,
+    first: Annotated[Phase | None, "a group, or none"] = None,
+    phases: Annotated[list[Phase] | None, "several"] = None,
+    pair: tuple[Literal["mean", "median"], Phase] = ("mean", Phase()),
+    either: Phase | Decay | None = None,
     whatever: Any = None,
 ) -> None:
     """A rule with options of all kinds."""
@@ -73,8 +92,20 @@ def test_a_value_of_its_type_is_taken(option: str, value: Any, got: Any) -> None
         ("fast", 2, "x.options.fast=2: must be true or false"),
         ("levels", [1, "a"], r"x.options.levels\[1\]=a: must be a float"),
         ("levels", "12", "x.options.levels=12: must be a list"),
-        ("by_name", {"a": 1.5}, r"x.options.by_name=1.5: must be a dict\[text, int\] or null"),
-        ("by_round", {"1": True}, "x.options.by_round=true: must be a dict"),
+        ("by_name", {"a": 1.5}, "x.options.by_name.a=1.5: must be an int"),
+        ("by_round", {"1": True}, "x.options.by_round.1=true: must be a float"),
+        ("by_round", {"one": 1}, r"x.options.by_round=one: must be a dict\[int, float\] or null"),
+        ("first", {"rund": 1}, r"unknown .* 'x.options.first.rund'; did you mean 'x.options.first.rounds'\?"),
+        ("first", {"rounds": "x"}, "x.options.first.rounds=x: must be an int"),
+        ("first", {"rounds": True}, "x.options.first.rounds=true: must be an int"),
+        ("first", 3, "x.options.first=3: x.options.first is a group of keys; give one of them, such as x.options.f"),
+        ("phases", [{"rund": 1}], r"unknown .* 'x.options.phases.0.rund'; did you mean 'x.options.phases.0.rounds'"),
+        ("phases", [{}, {"shares": [1, 0]}], r"x.options.phases.1.shares\[1\]=0: must be greater than 0"),
+        ("phases", [3], "x.options.phases.0=3: x.options.phases.0 is a group of keys; .* x.options.phases.0.rounds"),
+        ("pair", ["man", {}], r"x.options.pair\[0\]=man: must be one of mean, median; did you mean 'mean'\?"),
+        ("pair", ["mean", {"rund": 1}], "unknown configuration key 'x.options.pair.1.rund'"),
+        ("either", {"rund": 1}, "unknown configuration key 'x.options.either.rund'"),
+        ("either", 3, "x.options.either=3: must be a Phase or Decay or null"),
     ],
 )
 def test_a_value_that_does_not_fit_names_the_option_and_whose_it_is(option: str, value: Any, message: str) -> None:
