@@ -1,5 +1,6 @@
 """Composes `experiment=NAME key=value ...` to a checked RunConfig with Hydra, which only the driver uses."""
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -184,6 +185,10 @@ def _config(values: Mapping[str, Any]) -> RunConfig:
 def _checked(values: Mapping[str, Any]) -> RunConfig:
     """The configuration with these values, after checks of their combinations; ValueError if one fails."""
     config = _config(values)
+    try:
+        json.dumps(asdict(config.method))  # as the run's files will
+    except TypeError as error:
+        raise _unfit_config(config.method.name, error) from error
     check_resolved(values)
     check_name("experiment", config.experiment)
     check_names(config.name, config.tags)
@@ -241,10 +246,7 @@ def _composed(choices: tuple[str, ...], _sources: tuple[Any, ...]) -> dict[str, 
             check_settings(config, "method.")
             store.store(group="method", name=name, node=asdict(config))
         except (OmegaConfBaseException, NameError, TypeError) as error:
-            raise PluginError(
-                f"method {name!r}: its config cannot be composed: {first_line(error)}; give fields of numbers, texts, "
-                "true or false, lists and dictionaries of these, or dataclasses of such fields"
-            ) from error
+            raise _unfit_config(name, error) from error
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base=None):
@@ -257,6 +259,13 @@ def _composed(choices: tuple[str, ...], _sources: tuple[Any, ...]) -> dict[str, 
             f"{' '.join(choices)}: method.name={name}: a method is chosen by method={name}, which brings its own keys"
         )
     return values
+
+
+def _unfit_config(method: str, error: Exception) -> PluginError:
+    return PluginError(
+        f"method {method!r}: its config cannot be composed: {first_line(error)}; give fields of numbers, texts, "
+        "true or false, lists and dictionaries of these, or dataclasses of such fields"
+    )
 
 
 def _blame_choices(choices: Mapping[str, str], chosen: Mapping[str, Any], error: ValueError) -> None:

@@ -109,6 +109,10 @@ METHODS = {
         configured("name: str = ''", "x: object = object()"),
         "its config cannot be composed: .*; give ",
     ),
+    "a field of paths": (
+        "from pathlib import Path\n" + configured("name: str = ''", "x: Path = Path()"),
+        "its config cannot be composed: Object of type PosixPath .*; give ",
+    ),
     "kind": (made(kind="own"), "its kind is 'own': give one of tiers, subnets, silos, shared"),
     "tables": (made(more=", lacks='runs'"), "its lacks is 'runs': give a tuple of runs, rounds"),
     "traits": (made(more=", searchable=3"), "fails: TypeError"),

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.method import Method
 from fedloom.platform.methods import fedavg
 from fedloom.platform.methods.registry import METHODS
+from fedloom.platform.plugins import PluginError
 from fedloom.platform.results.paths import NO_NAMES
 from fedloom.platform.runs.resuming import what_is_computed
 from fedloom.platform.settings import Setting, settings_of
@@ -138,6 +140,12 @@ class Phase:
     share: float = 0.5
 
 
+class Mode(Enum):
+    """What a run's files cannot hold."""
+
+    FAST = "fast"
+
+
 @dataclass
 class PhasesConfig(fedavg.FedAvgConfig):
     """FedAvg with keys of other kinds."""
@@ -145,6 +153,7 @@ class PhasesConfig(fedavg.FedAvgConfig):
     first: Phase | None = None
     phases: list[Phase] = field(default_factory=list)
     by_round: dict[int, float] = field(default_factory=dict)
+    mode: Mode | None = None
 
 
 @pytest.fixture
@@ -175,6 +184,12 @@ def test_keys_of_a_method_may_be_groups_lists_of_groups_and_mappings(phases: str
 def test_a_mistake_inside_a_group_is_named_by_its_key(phases: str, override: str, line: str) -> None:
     with pytest.raises(ValueError, match=f"^{line}"):
         compose_config([phases, override])
+
+
+def test_a_method_whose_values_cannot_be_written_down_is_refused(phases: str) -> None:
+    line = "^method 'own_phases:METHOD': its config cannot be composed: .* type Mode .*; give fields of numbers, "
+    with pytest.raises(PluginError, match=line):
+        compose_config([phases, "method.mode=fast"])
 
 
 # -- what a run stored -------------------------------------------------------------------------------------------------
