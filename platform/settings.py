@@ -155,6 +155,11 @@ class Setting:
         return [str(word) for literal in literals for word in get_args(literal)]
 
     @property
+    def is_group(self) -> bool:
+        """Whether it may have keys of its own, as `first: Phase | None` may."""
+        return _is_union(_bare(self.type)) and any(is_dataclass(_bare(each)) for each in get_args(_bare(self.type)))
+
+    @property
     def kind(self) -> str:
         """Its type in words, such as `float or null`."""
         return _type_text(self.type)

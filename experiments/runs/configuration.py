@@ -32,7 +32,7 @@ from fedloom.platform.results.paths import check_names, find_run, read_names
 from fedloom.platform.results.tables import read_table
 from fedloom.platform.runs.resuming import FREE_ON_RESUME, free_on_resume, placed_here
 from fedloom.platform.runs.source_code import check_code_places, texts_of
-from fedloom.platform.settings import PATH, UnknownKeyError, check_settings, is_path, validated
+from fedloom.platform.settings import PATH, UnknownKeyError, check_settings, is_path, settings_of, validated
 from fedloom.platform.words import shown
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,9 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
         _check_choice(key, value)
     chosen = _composed(tuple(f"{key}={value}" for key, value in choices.items()), _sources_of(choices))
     values = deepcopy(chosen)
+    for setting in settings_of(find_method(chosen["method"]["name"]).config(), "method."):
+        if setting.is_group and any(override.key.startswith(f"{setting.key}.") for override in parsed):
+            _put(values, setting.key, {})  # in place of null
     for override in parsed:
         if override.key == "method.name":
             raise ValueError(f"{override.text}: a method is chosen by method=NAME, which brings its own keys")

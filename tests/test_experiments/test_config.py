@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fedloom.experiments.python import overrides_of
 from fedloom.experiments.runs.configuration import change_stored, compose_config, config_from_dict
 from fedloom.experiments.runs.overrides import read
 from fedloom.experiments.runs.presets import CONF, experiments
@@ -184,6 +185,16 @@ def test_keys_of_a_method_may_be_groups_lists_of_groups_and_mappings(phases: str
 def test_a_mistake_inside_a_group_is_named_by_its_key(phases: str, override: str, line: str) -> None:
     with pytest.raises(ValueError, match=f"^{line}"):
         compose_config([phases, override])
+
+
+def test_keys_of_a_group_that_is_null_can_be_given_one_by_one(phases: str) -> None:
+    config = compose_config([phases, "method.first.rounds=2", "method.first.share=0.1"])
+    assert config.method.first == Phase(2, 0.1)
+    assert compose_config([phases, *overrides_of({"method.first": asdict(Phase(2, 0.1))})]) == config
+    with pytest.raises(ValueError, match=r"^unknown .* 'method.first.rund'; did you mean 'method.first.rounds'\?$"):
+        compose_config([phases, "method.first.rund=2"])
+    with pytest.raises(ValueError, match=r"^unknown .* 'method.train.local_rule.mu'; did you mean"):
+        compose_config([phases, "method.train.local_rule.mu=2"])
 
 
 def test_a_method_whose_values_cannot_be_written_down_is_refused(phases: str) -> None:
