@@ -204,7 +204,8 @@ class ModuleSpace(WithConstants, FixedSpace):
     def largest_network(self, seed: int) -> nn.Module:
         """The module that the user's function returns with torch's generator at this seed.
 
-        Raises PluginError if it returns no module, or one whose lazy layers have no shapes yet.
+        Raises PluginError if it returns no module, one that torch.jit has compiled, or one whose lazy layers have no
+        shapes yet.
         """
         path = self.config.build or ""
         with torch.random.fork_rng(devices=[]), blaming("network", path):
@@ -217,6 +218,10 @@ class ModuleSpace(WithConstants, FixedSpace):
             made = build(*arguments, **self.config.options)
         if not isinstance(made, nn.Module):
             raise PluginError(f"{self._blame()} gives {an(type(made).__name__)}: give a torch.nn.Module")
+        if any(isinstance(part, torch.jit.ScriptModule) for part in made.modules()):  # they take no hooks
+            raise PluginError(
+                f"{self._blame()} is compiled by torch.jit, in whole or in part: give the torch.nn.Module without it"
+            )
         lazy = [name for name, tensor in (*made.named_parameters(), *made.named_buffers()) if is_lazy(tensor)]
         if lazy:
             raise PluginError(f"{self._blame()}: {lazy[0]} has no shape yet: give sizes to its lazy layers")

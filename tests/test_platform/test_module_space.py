@@ -197,6 +197,10 @@ def lazy():
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
 
 
+def scripted():
+    return nn.Sequential(nn.Flatten(), torch.jit.script(nn.Linear(64, 10)))
+
+
 class Stops(nn.Linear):
     def forward(self, x):
         return super().forward(x.flatten(1)).detach()
@@ -685,6 +689,7 @@ def test_several_tensors_are_stored_and_read_as_what_networks_take(config_of: Ma
         ),
         ("lazy", "1.weight has no shape yet: give sizes to its lazy layers"),
         ("number", "gives an int: give a torch.nn.Module"),
+        ("scripted", r"\(line \d+ of my_net.py\) is compiled by torch.jit, in whole or in part: give "),
         ("NETWORK", "is a Linear: name a function that builds it"),
         ("Line", r"fails in its layer layer, Linear\(in_features=3, .* \(4, 1, 8, 8\): RuntimeError: .*8 and 3x1"),
     ],
