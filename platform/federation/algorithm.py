@@ -622,7 +622,8 @@ class TrainingStage:
             after = self._with_received(after, state, plan.answers)
         after = answered("the stage's after", self.after(after, plan, result), RunState)
         for name in STAGES_OWN:
-            if name in recorded or after.data.get(name) is not data.get(name):
+            given, left = data.get(name), after.data.get(name)
+            if name in recorded or (left is not given and left != given):
                 raise PluginError(f"{name!r} is a JSON value of the stage itself: use another name")
         after = self.with_sent(after, state.round + 1)
         evaluations, judge = evaluations_of(results, self.tier), self._judged if self.may_end_early else None

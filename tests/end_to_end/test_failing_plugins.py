@@ -347,6 +347,13 @@ def test_a_wrong_return_in_a_training_stage_is_said(case: str, beside: Path, cap
     assert said.startswith(message), said
 
 
+def test_a_stage_may_copy_the_values_that_are_not_its_own(beside: Path) -> None:
+    copied = "after=lambda state, *_: replace(state, data=json.loads(json.dumps(dict(state.data))))"
+    module = written(beside, "import json\n" + ON_FEDAVG.format("nothing", copied))
+    rules = ["method.train.rounds=2", "method.train.selection=power_of_choice"]
+    assert call(*FEDAVG, f"method={module}:METHOD", *rules, "results=copied") == 0
+
+
 def test_a_value_error_of_the_code_that_makes_the_stages_names_its_line(
     beside: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
