@@ -150,14 +150,13 @@ class Setting:
     @property
     def choices(self) -> list[str]:
         """The words of its Literal; empty if it has none."""
-        alternatives = get_args(_bare(self.type)) if _is_union(_bare(self.type)) else (self.type,)
-        literals = [a for a in map(_bare, alternatives) if get_origin(a) is Literal]
+        literals = [each for each in _alternatives(self.type) if get_origin(each) is Literal]
         return [str(word) for literal in literals for word in get_args(literal)]
 
     @property
     def is_group(self) -> bool:
         """Whether it may have keys of its own, as `first: Phase | None` may."""
-        return _is_union(_bare(self.type)) and any(is_dataclass(_bare(each)) for each in get_args(_bare(self.type)))
+        return any(map(is_dataclass, _alternatives(self.type)))
 
     @property
     def kind(self) -> str:
@@ -225,6 +224,12 @@ def _bare(annotation: Any) -> Any:
 
 def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType)
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The members of a union, or the annotation itself, without marks."""
+    annotation = _bare(annotation)
+    return [*map(_bare, get_args(annotation))] if _is_union(annotation) else [annotation]
 
 
 def _type_text(annotation: Any) -> str:
@@ -369,9 +374,8 @@ def _setting(kind: Any, path: Sequence[int | str], prefix: str) -> Setting:
 
 def _not_null(annotation: Any) -> Any:
     """An annotation without marks, and without null if that leaves a single alternative."""
-    annotation = _bare(annotation)
-    others = [each for each in get_args(annotation) if each is not NoneType]
-    return _bare(others[0]) if _is_union(annotation) and len(others) == 1 else annotation
+    others = [each for each in _alternatives(annotation) if each is not NoneType]
+    return others[0] if len(others) == 1 else _bare(annotation)
 
 
 def _check_numbers(kind: type, raw: Any, made: Any, prefix: str, path: tuple[int | str, ...]) -> None:

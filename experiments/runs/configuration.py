@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -54,9 +54,9 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
         _check_choice(key, value)
     chosen = _composed(tuple(f"{key}={value}" for key, value in choices.items()), _sources_of(choices))
     values = deepcopy(chosen)
-    for setting in settings_of(find_method(chosen["method"]["name"]).config(), "method."):
-        if setting.is_group and any(override.key.startswith(f"{setting.key}.") for override in parsed):
-            _put(values, setting.key, {})  # in place of null
+    for key in _optional_groups(find_method(chosen["method"]["name"]).config):
+        if any(override.key.startswith(f"{key}.") for override in parsed):
+            _put(values, key, {})  # in place of null
     for override in parsed:
         if override.key == "method.name":
             raise ValueError(f"{override.text}: a method is chosen by method=NAME, which brings its own keys")
@@ -188,10 +188,11 @@ def _config(values: Mapping[str, Any]) -> RunConfig:
 def _checked(values: Mapping[str, Any]) -> RunConfig:
     """The configuration with these values, after checks of their combinations; ValueError if one fails."""
     config = _config(values)
-    try:
-        json.dumps(asdict(config.method))  # as the run's files will
-    except TypeError as error:
-        raise _unfit_config(config.method.name, error) from error
+    if is_import_path(config.method.name):  # fedloom's own have nothing else
+        try:
+            json.dumps(asdict(config.method))  # as the run's files will
+        except TypeError as error:
+            raise _unfit_config(config.method.name, error) from error
     check_resolved(values)
     check_name("experiment", config.experiment)
     check_names(config.name, config.tags)
@@ -262,6 +263,12 @@ def _composed(choices: tuple[str, ...], _sources: tuple[Any, ...]) -> dict[str, 
             f"{' '.join(choices)}: method.name={name}: a method is chosen by method={name}, which brings its own keys"
         )
     return values
+
+
+@lru_cache
+def _optional_groups(config: Callable[[], Any]) -> list[str]:
+    """The keys of a method that are null or a group of keys of their own."""
+    return [setting.key for setting in settings_of(config(), "method.") if setting.is_group]
 
 
 def _unfit_config(method: str, error: Exception) -> PluginError:
