@@ -5,7 +5,7 @@ A file per item and scale in the paper's folder `recorded`: JSON with values by 
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -25,6 +25,7 @@ from fedloom.experiments.reproduce.items import (
     Item,
     Read,
     Scale,
+    load_item,
     read_counted,
 )
 from fedloom.experiments.reproduce.measure import Measured, Runs, Values, done_runs, measured
@@ -74,7 +75,8 @@ class Record:
         seeds: the seeds of the runs.
         code: the commits, versions and processors with which the runs were computed, as text.
         day: when it was recorded, as 2026-11-23.
-        hours: total duration of all rounds that the runs computed themselves.
+        hours: total duration of all rounds that the runs computed themselves; of runs from another item's record, their
+            part of its hours.
         values: the values, by quantity, spot and seed.
         earlier: by ablation, the keys, with values, in which its runs differ from the presets of today.
     """
@@ -135,7 +137,7 @@ def record_of(item: Item, asked: Asked) -> Record | None:
     parts = parts_of(item, asked)
     is_same = record.reads == reads(item, record.values) and {*record.ablations} <= {part.ablation_id for part in parts}
     if is_same and not file.is_relative_to(ITEMS):
-        is_same = record.computed == computed(recorded_scale(item, asked, record.ablations, record.earlier))
+        is_same = record.computed == _computed_of(item, asked, record)
     planned = sum(part.num_runs for part in parts)
     return replace(record, runs=(record.runs[0], planned)) if is_same else None
 
@@ -385,48 +387,52 @@ def check_recordable(item: Item, asked: Asked) -> None:
 def record(item: Item, asked: Asked, results: Path) -> Path:
     """Records, beside the item, what its own runs in this results folder measured; returns the file.
 
-    Runs that are not done are left out; the record says how many it has. Earlier values of the item's other ablations
-    stay. Raises ValueError if no run is done, if presets have changed since the runs, and if the record that these runs
-    would replace has other runs, more runs or further ablations, or is of what the item ran or read before.
+    Runs that are not done are left out; the record says how many it has. Runs that this folder lacks keep the values of
+    the record so far, or are given those of another item's record that has them and reads all that this item reads, so
+    that runs of many hours need not lie in one folder. Raises ValueError if no run is done, if presets have changed
+    since the runs, and if the record so far is of other presets, or of what the item ran or read before.
     """
     check_recordable(item, asked)
     parts = parts_of(item, asked)
     begun = {part.ablation_id: done for part in parts if (done := done_runs(part, results)) is not None}
-    runs = sum(len(done.places) for done in begun.values())
+    runs = {place for done in begun.values() for place in done.places.values()}
     if not runs:
         raise ValueError(f"{item.name}: none of its runs is done: there is nothing to record")
     for part in parts:
         if part.ablation_id in begun:
             _check_presets(part, begun[part.ablation_id], results)
-    file, known = record_file(item, asked.scale), record_of(item, asked)
-    others = known if known is not None and not {*known.ablations} & {*begun} else None
-    if known is not None and others is None:
-        needed = {setting for part in parts for setting in part.needed}
-        former = _runs_with_values(known)
-        unneeded = {(setting, seed) for setting, seed in former if setting not in needed}
-        lost = former - unneeded - {place for done in begun.values() for place in done.places.values()}
-        ablations_lost = {*known.ablations} & {part.ablation_id for part in parts if part.needed} - {*begun}
-        if lost or known.runs[0] - len(unneeded) > runs or ablations_lost:
-            lacking = f", without {len(lost)} of the former" if lost else ""
-            raise ValueError(
-                f"{file} has {known.runs[0]} runs, this folder {runs}: delete the file to record these{lacking}"
-            )
-    scale = item.scales[asked.scale]
-    code = dict.fromkeys(text for done in begun.values() for text in _computed_with(done))
+    file, known, scale = record_file(item, asked.scale), record_of(item, asked), item.scales[asked.scale]
+    if known is not None and ({*known.earlier} & {*begun} or known.computed != _computed_of(item, asked, known)):
+        raise ValueError(f"{file} has runs of other presets: delete the file to record those of {results}")
     # Read again, because the tables of `done_runs` include the rounds of supernets that other runs have trained.
     rounds = load_paths([p for done in begun.values() for p in done.tables.paths], ["rounds"]).rounds
-    hours = float(rounds["wall_s"].sum()) / HOUR_S + (others.hours if others is not None else 0.0)
-    ablations = (*(others.ablations if others is not None else ()), *begun)
+    hours = float(rounds["wall_s"].sum()) / HOUR_S
+    code = dict.fromkeys(() if known is None else known.code)
+    code.update(dict.fromkeys(text for done in begun.values() for text in _computed_with(done)))
     quantities = measured(item, scale, [*begun.values()])
-    before = {} if others is None else others.values
     # Counted and combined quantities are not kept: they take only seconds.
-    names = [name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)]
-    all_values = {name: {**before.get(name, {}), **quantities[name].values} for name in names}
-    values = {name: by_spot for name, by_spot in all_values.items() if by_spot}
-    earlier = {} if others is None else others.earlier
+    read = [name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)]
+    found = {name: {spot: dict(seeds) for spot, seeds in quantities[name].values.items()} for name in read}
+    for other in _known_of_the_same_runs(item, asked, parts):
+        if more := _runs_with_values(other.values) - runs:
+            for name, by_spot in other.values.items():
+                for spot, seeds in by_spot.items():
+                    kept = {seed: value for seed, value in seeds.items() if (spot[0], seed) in more}
+                    found[name].setdefault(spot, {}).update(kept)
+            runs |= more
+            hours += other.hours * len(more) / other.runs[0]
+            code.update(dict.fromkeys(other.code))
+    order = [*scale.settings]
+    by_name = {name: sorted(by.items(), key=lambda each: order.index(each[0][0])) for name, by in found.items()}
+    values = {
+        name: {spot: seeds for spot, seeds in by if seeds} for name, by in by_name.items() if any(s for _, s in by)
+    }
+    ablations = dict.fromkeys(() if known is None else known.ablations)
+    ablations.update((part.ablation_id, None) for part in parts if any(name in part.scale.settings for name, _ in runs))
+    earlier = {} if known is None else known.earlier
     new = Record(
-        ablations=ablations,
-        runs=(runs + (others.runs[0] if others is not None else 0), sum(part.num_runs for part in parts)),
+        ablations=(*ablations,),
+        runs=(len(runs), sum(part.num_runs for part in parts)),
         computed=computed(recorded_scale(item, asked, ablations, earlier)),
         reads=reads(item, values),
         day=datetime.now(tz=UTC).strftime("%Y-%m-%d"),
@@ -435,17 +441,53 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
         earlier=earlier,
         claims=_claims_made_before(item, asked, known),
         seeds=scale.seeds,
-        code=tuple(dict.fromkeys([*(() if others is None else others.code), *code])),
+        code=(*code,),
     )
     by_setting: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for name, by_spot in values.items():
-        settings = by_setting.setdefault(name, {})
+        settings_of = by_setting.setdefault(name, {})
         for (setting, place), seeds in by_spot.items():
-            settings.setdefault(setting, {})[place] = {str(seed): float(value) for seed, value in sorted(seeds.items())}
+            by_seed = {str(seed): float(value) for seed, value in sorted(seeds.items())}
+            settings_of.setdefault(setting, {})[place] = by_seed
     file.parent.mkdir(exist_ok=True)
     content = {**vars(new), "values": by_setting}
     write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
     return file
+
+
+def _known_of_the_same_runs(item: Item, asked: Asked, parts: Sequence[Part]) -> Iterator[Record]:
+    """The record so far, and those of other items in the papers' folders that share ablations and read all it reads.
+
+    They have only values of needed settings, under this item's names of the quantities.
+    """
+    own = record_of(item, asked)
+    if own is not None:
+        yield replace(own, values=_of_settings(own.values, parts))
+    sources = {name: q.source for name, q in item.quantities.items() if isinstance(q.source, Read)}
+    for file in sorted(item.file.parent.parent.glob(f"*/{FOLDER}/*.{asked.scale}.json")):
+        ablations = read_record(file).ablations
+        shared = [part for part in parts if part.ablation_id in ablations]
+        if not shared or file == record_file(item, asked.scale):
+            continue
+        stem = file.name.removesuffix(f".{asked.scale}.json")
+        other = load_item(f"{file.parent.parent.name}/{stem}", item.file.parent.parent)
+        names = {name: [n for n, q in other.quantities.items() if q.source == s] for name, s in sources.items()}
+        known = record_of(other, Asked(asked.scale)) if all(names.values()) else None
+        if known is None or known.earlier or known.computed != _computed_of(other, Asked(asked.scale), known):
+            continue
+        theirs = {name: known.values.get(same[0], {}) for name, same in names.items()}
+        yield replace(known, values=_of_settings(theirs, shared))
+
+
+def _of_settings(values: Mapping[str, Values], parts: Sequence[Part]) -> Mapping[str, Values]:
+    """The values in settings that are needed of these parts."""
+    needed = {setting for part in parts for setting in part.needed}
+    return {name: {spot: seeds for spot, seeds in by.items() if spot[0] in needed} for name, by in values.items()}
+
+
+def _computed_of(item: Item, asked: Asked, known: Record) -> str:
+    """The hash of what the runs of a record would compute now."""
+    return computed(recorded_scale(item, asked, known.ablations, known.earlier))
 
 
 def _claims_made_before(item: Item, asked: Asked, known: Record | None) -> tuple[str, ...] | None:
@@ -468,9 +510,9 @@ def _claims_made_before(item: Item, asked: Asked, known: Record | None) -> tuple
     )
 
 
-def _runs_with_values(record: Record) -> set[tuple[str, int]]:
-    """The setting and the seed of every run of which a record has a value."""
-    spots = (spot for values in record.values.values() for spot in values.items())
+def _runs_with_values(values: Mapping[str, Values]) -> set[tuple[str, int]]:
+    """The setting and the seed of every run that has a value."""
+    spots = (spot for by_spot in values.values() for spot in by_spot.items())
     return {(setting, seed) for (setting, _), seeds in spots for seed in seeds}
 
 

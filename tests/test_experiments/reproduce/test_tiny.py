@@ -21,6 +21,7 @@ from fedloom.experiments.reproduce.plan import Asked, parts_of
 from fedloom.experiments.reproduce.records import read_record
 from fedloom.experiments.store.ablations import FOLDER, Ablation, Trial, ablation_ids, read_ablation
 from fedloom.experiments.store.trials import TrialState, trial_states
+from fedloom.platform.results.paths import ARTIFACTS
 
 TINY, ON = (str(Path(__file__).parent / "tiny" / f"tab{number}.yaml") for number in (1, 2))
 
@@ -494,8 +495,52 @@ def test_a_record_keeps_its_values_when_an_item_runs_more(command: Command, resu
     other.write_text(other.read_text().replace("by: 100", "by: -100"))  # after the values that judge it were seen
     assert command(str(other), "--show", "--record", *there)[0] == 0
     assert json.loads(record.read_bytes())["claims"] == before["claims"][:2]
-    code, _, err = command(str(other), "--show", "--record", *there)  # would lose tab1's
-    assert (code, "has 9 runs, this folder 3: delete the file" in err) == (2, True)
+    assert command(str(other), "--show", "--record", *there)[0] == 0  # a folder with fewer runs takes none away
+    again = json.loads(record.read_bytes())
+    assert (again["runs"], again["values"]) == ([9, 9], both["values"])
+    assert again["hours"] == pytest.approx(both["hours"], rel=0.3)  # of runs from elsewhere it is their part
+
+
+def test_runs_of_one_ablation_are_recorded_from_several_folders(
+    command: Command, results: Path, own: Path, tmp_path: Path
+) -> None:
+    assert command(str(own), "--record", "--show", "--results", str(results))[0] == 0
+    (file,) = own.parent.glob("recorded/*")
+    whole = json.loads(file.read_bytes())
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, lacking in zip(folders, (("long", 3), ("short", 1)), strict=True):
+        shutil.copytree(results, folder)
+        (part,) = parts_of(load_given(str(own)), Asked("small"))
+        (lost,) = (
+            t
+            for t in read_ablation(folder / FOLDER / part.ablation_id).trials
+            if (t.setting["setting"], t.seed) == lacking
+        )
+        shutil.rmtree(folder / ARTIFACTS / lost.run_id)
+    for folder, runs in zip(folders, ([5, 6], [6, 6]), strict=True):
+        if folder == folders[0]:
+            file.unlink()
+        assert command(str(own), "--record", "--show", "--results", str(folder))[0] == 0
+        assert json.loads(file.read_bytes())["runs"] == runs
+    assert {**json.loads(file.read_bytes()), "hours": whole["hours"]} == whole
+    assert json.loads(file.read_bytes())["hours"] == pytest.approx(whole["hours"], rel=0.3)
+
+    other = own.with_name("tab2.yaml")  # takes the run that the folder lacks from tab1's record, under its own name
+    quantities = own.read_text().partition("quantities:")[2].replace("  bytes:", "  traffic:")
+    quantities = quantities.replace("{of: bytes,", "{of: traffic,")
+    head = "title: Other\nsource: Nobody, Tab. 2\nruns_of: tiny/tab1\nquantities:"
+    other.write_text(f"{head}{quantities}")
+    beside = file.with_name("tab2.small.json")
+    assert command(str(other), "--record", "--show", "--results", str(folders[0]))[0] == 0
+    found = json.loads(beside.read_bytes())
+    renamed = {"accuracy": whole["values"]["accuracy"], "traffic": whole["values"]["bytes"]}
+    assert (found["runs"], found["values"], found["code"]) == ([6, 6], renamed, whole["code"])
+    assert found["hours"] == pytest.approx(whole["hours"], rel=0.3)
+    beside.unlink()
+    more = "  down:\n    unit: MB\n    read: {from: communication_by_kind, value: bytes_down, where: {kind: method}}\n"
+    other.write_text(f"{head}\n{more}{quantities.lstrip()}" if False else f"{head}\n{more}{quantities[1:]}")
+    assert command(str(other), "--record", "--show", "--results", str(folders[0]))[0] == 0
+    assert json.loads(beside.read_bytes())["runs"] == [5, 6]  # tab1's record does not say how many bytes went down
 
 
 def test_no_claim_is_recorded_as_older_than_its_values_if_it_was_made_later(
@@ -522,13 +567,9 @@ def test_a_damaged_record_is_one_line_and_a_whole_one_is_kept(command: Command, 
     assert command(str(own), "--record", "--show", "--results", str(results))[0] == 0
     (file,) = own.parent.glob("recorded/*")
     content = json.loads(file.read_bytes())
-    file.write_text(json.dumps({**content, "runs": [7, 7]}))
+    file.write_text(json.dumps({**content, "computed": "0123456789abcdef"}))
     code, _, err = command(str(own), "--record", "--show", "--results", str(results))
-    assert (code, "has 7 runs, this folder 6: delete the file" in err) == (2, True)
-    content["values"]["bytes"]["short"][""]["4"] = 1.0  # as many runs, but of other seeds
-    file.write_text(json.dumps(content))
-    code, _, err = command(str(own), "--record", "--show", "--results", str(results))
-    assert (code, "6: delete the file to record these, without 1 of the former" in err) == (2, True)
+    assert (code, f"{file} is not used" in err or "delete the file" in err) == (2, True)
     changes = (
         {"values": 3}, {"more": 1}, {"hours": None}, {"hours": "x"}, {"ablations": []},
         {"runs": [float("inf"), 1]}, {"runs": [0, 6]},
