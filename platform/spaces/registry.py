@@ -1,6 +1,8 @@
 """The registry of search spaces by name, and trials of a user's own space before a run starts."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -122,9 +124,14 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+_OWN = {name: f"fedloom.platform.spaces.{module}:SPACES" for module, names in _MODULES.items() for name in names}
+SPACES_KEPT = 16
+"""The number of spaces, those used last, that a process keeps for equal configurations."""
+_built: OrderedDict[str | None, SearchSpace] = OrderedDict()
+
 SPACES: Registry[SpaceBuilder] = Registry(
     "space",
-    Shipped({name: f"fedloom.platform.spaces.{m}:SPACES" for m, names in _MODULES.items() for name in names}),
+    Shipped(_OWN),
     ("config",),
 )
 """The builders of spaces."""
@@ -157,7 +164,11 @@ def build_space(config: SpaceConfig) -> SearchSpace:
 
 
 def untried_space(config: SpaceConfig) -> SearchSpace:
-    """Like `build_space`, but without the trial."""
+    """Like `build_space`, but without the trial.
+
+    Equal configurations of fedloom's own networks share a space in a process, with all that it has computed once: its
+    cost tables take as long as a short run's training.
+    """
     if config.lora != LoraConfig():
         from fedloom.platform.spaces.lora import LoraSpace, without_adapters  # few runs need it
 
@@ -165,5 +176,14 @@ def untried_space(config: SpaceConfig) -> SearchSpace:
     chosen: list[tuple[Registry[Any], str]] = [(SPACES, config.name)]
     if config.build is not None:
         chosen.append((NETWORKS, config.build))
+    key = repr(config) if config.name in _OWN and config.build is None else None
+    if key in _built:
+        _built.move_to_end(key)
+        return _built[key]
     builder = SPACES.make(component_specs(chosen, config.options, "space.options")[0])
-    return builder(config)
+    space = builder(deepcopy(config))
+    if key is not None:
+        _built[key] = space
+        if len(_built) > SPACES_KEPT:
+            _built.popitem(last=False)
+    return space
