@@ -273,7 +273,7 @@ def _gram(values: Sequence[Tensor], old: Tensor) -> Tensor:
         columns = slice(start, start + COLUMNS)
         changes_nc = torch.stack([v[columns] for v in flat]).double() - before[columns].double()
         gram_nn.addmm_(changes_nc, changes_nc.T)
-    return gram_nn
+    return (gram_nn + gram_nn.T) / 2  # the product's halves differ by rounding, which would decide between equal scores
 
 
 Sums = WeightedSums | KeptUpdates

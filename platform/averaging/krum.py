@@ -67,13 +67,9 @@ def bulyan(
 
 
 def _closest(ordered_s: Tensor, centre: Tensor, count: int) -> Tensor:
-    """The `count` values closest to the centre, which are adjacent in ascending order."""
-    first = torch.zeros(centre.shape, dtype=torch.int64)
-    nearest = torch.full_like(centre, torch.inf)
-    for start in range(len(ordered_s) - count + 1):
-        reach = torch.maximum(centre - ordered_s[start], ordered_s[start + count - 1] - centre)
-        first, nearest = torch.where(reach < nearest, start, first), torch.minimum(reach, nearest)
-    return ordered_s.gather(0, first + torch.arange(count).view(-1, *[1] * centre.dim()))
+    """The `count` values closest to the centre, ascending; of equally close ones the smaller."""
+    nearest = (ordered_s - centre).abs().sort(dim=0, stable=True).indices[:count]
+    return ordered_s.gather(0, nearest.sort(dim=0).values)
 
 
 def _counts(cell: Cell, byzantine_share: float) -> tuple[int, int]:

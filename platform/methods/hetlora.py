@@ -187,6 +187,11 @@ def check(config: HetLoRAConfig) -> None:
             "method.train.privacy: the zeros and the norms of hetlora's adapters reveal the ranks and weights of "
             "single clients; leave it out"
         )
+    if train.aggregator != "mean":
+        raise ValueError(
+            f"method.train.aggregator={train.aggregator}: it would take the zeros that hetlora adds to adapters "
+            "for values of their clients; use mean"
+        )
     if local_rule(rules_of(train, "method.train").local).server is not None:
         raise ValueError(
             f"method.train.local_rule={train.local_rule}: its server rule would take the zeros that hetlora adds to "

@@ -319,6 +319,8 @@ def test_what_they_cannot_use_is_refused(config_of: Make, refused: Callable[[Run
             assert refused(of_server).startswith(
                 f"method.train.local_rule={rule}: its server rule would take the zeros"
             )
+        bounded = refused(config_of(kind, {"aggregator": "norm_bound", "options": {"bound": 1.0}}))
+        assert bounded.startswith("method.train.aggregator=norm_bound: it would take the zeros that hetlora adds to")
         whole = refused(config_of(kind, {"weighting": "fedavg_whole"}))
         assert "old values would count with samples, adapters with the norms of B A: set method.norm_weights=" in whole
     else:

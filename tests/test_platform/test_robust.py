@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fedloom.platform.averaging.aggregators import KeptUpdates
+from fedloom.platform.averaging.aggregators import KeptUpdates, _gram
 from fedloom.platform.averaging.average import Update
 from fedloom.platform.federation.training_config import TrainingConfig, check_cohort, rules_of
 from fedloom.platform.plugins import ComponentSpec
@@ -58,6 +58,20 @@ def test_two_rounds_by_hand(choice: ComponentSpec, values: Numbers, expected: fl
     torch.testing.assert_close(first, torch.tensor([expected]))
     second = new(choice, [whole([float(first) - value]) for value in values], first)
     torch.testing.assert_close(second, torch.tensor([0.0]), atol=1e-6, rtol=0)
+
+
+def test_bulyan_averages_the_closest_values_where_some_are_equally_close() -> None:
+    """Krum chooses -1, -1, 0, .5 and 1; around 0 the closest three are 0, .5 and one of those at a distance of 1."""
+    values = (-1.0, -1.0, 0.0, 0.5, 1.0, 50.0, -60.0)
+    found = new(rule("bulyan", byzantine_share=0.15), [whole([value]) for value in values], torch.zeros(1))
+    torch.testing.assert_close(found, torch.tensor([-0.5 / 3]))
+
+
+def test_distances_are_the_same_in_both_directions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    updates = [Update({"w": torch.randn(500, generator=generator)}, {"w": Slice("w")}, {"w": 1.0}) for _ in range(10)]
+    gram_nn = _gram([update.tensors["w"] for update in updates], torch.zeros(500))
+    assert torch.equal(gram_nn, gram_nn.T)
 
 
 def test_two_rounds_of_bounded_norms_by_hand() -> None:
