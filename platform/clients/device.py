@@ -61,6 +61,21 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
 
 
+def overflows_channels_last(network: nn.Module) -> bool:
+    """Whether training this network with channels last would write beyond memory on this CPU.
+
+    With AVX2 alone, oneDNN does so in the gradient of strided 1x1 convolutions of fewer than eight channels
+    (https://github.com/uxlfoundation/oneDNN/issues/6035).
+    """
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" and any(
+        isinstance(part, nn.Conv2d)
+        and part.in_channels // part.groups < 8
+        and part.kernel_size == (1, 1)
+        and part.stride != (1, 1)
+        for part in network.modules()
+    )
+
+
 @dataclass(frozen=True)
 class Kernels:
     """How networks compute: plain data, and part of a run's identity, because rounding depends on it.

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -13,7 +13,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fedloom.platform.clients.device import Kernels, check_device, compiled, is_out_of_memory, set_up_process
+from fedloom.platform.clients.device import (
+    Kernels,
+    check_device,
+    compiled,
+    is_out_of_memory,
+    overflows_channels_last,
+    set_up_process,
+)
 from fedloom.platform.clients.objectives import CLASSIFICATION, OBJECTIVES, Objective
 from fedloom.platform.clients.training import Outputs, Samples
 from fedloom.platform.data.dataset import StoredSamples
@@ -25,7 +32,7 @@ from fedloom.platform.plugins import ComponentSpec, in_one_line
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.capabilities import with_tasks
-from fedloom.platform.spaces.initialisation import draws_randomly, is_of_others
+from fedloom.platform.spaces.initialisation import draws_randomly, is_of_others, on_meta
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -115,6 +122,9 @@ class Worker:
         """The precision and the memory format in which this worker's networks compute."""
         wanted = self.spec.memory_format
         last = self.space.channels_last if wanted == "auto" else wanted == "channels_last"
+        if last and self.device.type == "cpu":
+            networks = self.space.build_supernet, partial(self.space.build_subnet, self.space.smallest)
+            last = not any(overflows_channels_last(on_meta(build)) for build in networks)
         return Kernels(self.spec.precision, channels_last=last)
 
     @cached_property

@@ -17,6 +17,7 @@ from fedloom.platform.federation.algorithm import RunState
 from fedloom.platform.federation.config import RunConfig
 from fedloom.platform.federation.world import build_world
 from fedloom.platform.methods.registry import build_stages
+from fedloom.platform.spaces.space_config import SpaceConfig
 
 CPU = torch.device("cpu")
 
@@ -94,6 +95,17 @@ def test_the_space_decides_and_the_configuration_may_overrule_it(sums_of: Any) -
         assert kernels
         assert all(t.is_contiguous(memory_format=torch.channels_last) for t in kernels) is last
         assert all(s.total.is_contiguous() for s in sums.tensors.values()), "what travels is in one format"
+
+
+@pytest.mark.parametrize("channels", [4, 8])
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_no_network_that_would_write_beyond_memory_is_channels_last(
+    tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, channels: int, capability: str
+) -> None:
+    space = SpaceConfig("resnet18_modular_small", stem_channels=channels)
+    worker = Worker(replace(build_world(tiny_config()).spec, space=space))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert worker.kernels.channels_last == (capability == "AVX512" or channels == 8)
 
 
 def test_formats_differ_by_rounding_and_precisions_by_more(sums_of: Any) -> None:
