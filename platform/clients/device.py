@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
 from fedloom.platform.data.trees import mapped_within
+from fedloom.platform.spaces.initialisation import on_meta
 
 AUTOCAST = {"bfloat16": torch.bfloat16}
 """The dtypes of the precisions that use autocast; in all other precisions tensors are float32 throughout."""
@@ -61,8 +62,8 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
 
 
-def overflows_channels_last(network: nn.Module) -> bool:
-    """Whether training this network with channels last would write beyond memory on this CPU.
+def overflows_channels_last(build: Callable[[], nn.Module]) -> bool:
+    """Whether training the network that this builds with channels last would write beyond memory on this CPU.
 
     With AVX2 alone, oneDNN does so in the gradient of strided 1x1 convolutions of fewer than eight channels
     (https://github.com/uxlfoundation/oneDNN/issues/6035).
@@ -72,7 +73,7 @@ def overflows_channels_last(network: nn.Module) -> bool:
         and part.in_channels // part.groups < 8
         and part.kernel_size == (1, 1)
         and part.stride != (1, 1)
-        for part in network.modules()
+        for part in on_meta(build).modules()
     )
 
 

@@ -32,7 +32,7 @@ from fedloom.platform.plugins import ComponentSpec, in_one_line
 from fedloom.platform.seeding import stream
 from fedloom.platform.spaces.base import SearchSpace
 from fedloom.platform.spaces.capabilities import with_tasks
-from fedloom.platform.spaces.initialisation import draws_randomly, is_of_others, on_meta
+from fedloom.platform.spaces.initialisation import draws_randomly, is_of_others
 from fedloom.platform.spaces.registry import build_space
 from fedloom.platform.spaces.slices import Architecture, SliceMap, Subspace, Weights
 from fedloom.platform.spaces.space_config import SpaceConfig
@@ -123,8 +123,8 @@ class Worker:
         wanted = self.spec.memory_format
         last = self.space.channels_last if wanted == "auto" else wanted == "channels_last"
         if last and self.device.type == "cpu":
-            networks = self.space.build_supernet, partial(self.space.build_subnet, self.space.smallest)
-            last = not any(overflows_channels_last(on_meta(build)) for build in networks)
+            narrow = partial(self.space.build_subnet, (0,) * len(self.space.options))
+            last = not (overflows_channels_last(self.space.build_supernet) or overflows_channels_last(narrow))
         return Kernels(self.spec.precision, channels_last=last)
 
     @cached_property
