@@ -412,20 +412,21 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     quantities = measured(item, scale, [*begun.values()])
     # Counted and combined quantities are not kept: they take only seconds.
     read = [name for name, quantity in item.quantities.items() if isinstance(quantity.source, Read)]
-    found = {name: {spot: dict(seeds) for spot, seeds in quantities[name].values.items()} for name in read}
-    for other in _known_of_the_same_runs(item, asked, parts):
+    values = {name: {spot: dict(seeds) for spot, seeds in quantities[name].values.items()} for name in read}
+    for other in _known_of_the_same_runs(item, asked, parts, known):
         if more := _runs_with_values(other.values) - runs:
             for name, by_spot in other.values.items():
                 for spot, seeds in by_spot.items():
-                    kept = {seed: value for seed, value in seeds.items() if (spot[0], seed) in more}
-                    found[name].setdefault(spot, {}).update(kept)
+                    if by_seed := {seed: value for seed, value in seeds.items() if (spot[0], seed) in more}:
+                        values[name].setdefault(spot, {}).update(by_seed)
             runs |= more
             hours += other.hours * len(more) / other.runs[0]
             code.update(dict.fromkeys(other.code))
     order = [*scale.settings]
-    by_name = {name: sorted(by.items(), key=lambda each: order.index(each[0][0])) for name, by in found.items()}
     values = {
-        name: {spot: seeds for spot, seeds in by if seeds} for name, by in by_name.items() if any(s for _, s in by)
+        name: dict(sorted(by_spot.items(), key=lambda each: order.index(each[0][0])))
+        for name, by_spot in values.items()
+        if by_spot
     }
     ablations = dict.fromkeys(() if known is None else known.ablations)
     ablations.update((part.ablation_id, None) for part in parts if any(name in part.scale.settings for name, _ in runs))
@@ -447,20 +448,19 @@ def record(item: Item, asked: Asked, results: Path) -> Path:
     for name, by_spot in values.items():
         settings_of = by_setting.setdefault(name, {})
         for (setting, place), seeds in by_spot.items():
-            by_seed = {str(seed): float(value) for seed, value in sorted(seeds.items())}
-            settings_of.setdefault(setting, {})[place] = by_seed
+            as_json = {str(seed): float(value) for seed, value in sorted(seeds.items())}
+            settings_of.setdefault(setting, {})[place] = as_json
     file.parent.mkdir(exist_ok=True)
     content = {**vars(new), "values": by_setting}
     write_atomically(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
     return file
 
 
-def _known_of_the_same_runs(item: Item, asked: Asked, parts: Sequence[Part]) -> Iterator[Record]:
+def _known_of_the_same_runs(item: Item, asked: Asked, parts: Sequence[Part], own: Record | None) -> Iterator[Record]:
     """The record so far, and those of other items in the papers' folders that share ablations and read all it reads.
 
     They have only values of needed settings, under this item's names of the quantities.
     """
-    own = record_of(item, asked)
     if own is not None:
         yield replace(own, values=_of_settings(own.values, parts))
     sources = {name: q.source for name, q in item.quantities.items() if isinstance(q.source, Read)}
